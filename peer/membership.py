@@ -131,9 +131,7 @@ class Membership:
     def _refute(self, rumour: Member) -> Change | None:
         """Outbid a rumour about this peer: bad news, or an earlier life of it that got further."""
         me = self._me
-        if (rumour.incarnation, rumour.state, rumour.beat) <= (me.incarnation, me.state, me.beat):
-            return None
-        if me.state is State.LEFT and rumour.incarnation == me.incarnation:
+        if standing(rumour) <= standing(me) or (me.state is State.LEFT and rumour.incarnation == me.incarnation):
             return None
         self._me = replace(me, incarnation=rumour.incarnation + 1)
         return Change(self._me, rumour.state)
