@@ -17,11 +17,13 @@ def _group() -> None:
     """Check a configuration and show where each value comes from."""
 
 
-@app.command(epilog="Example: peer config check --config peer.toml --set round.steps=20")
+@app.command()
 def check(config: ConfigFile = None, overrides: Overrides = None, as_json: Json = False) -> None:
     """Check the configuration and show the merged result with the origin of each value.
 
     Later wins: defaults, the file, the environment (PEER_ROUND__STEPS=20), --set.
+
+    Example: peer config check --config peer.toml --set round.steps=20
     """
     merged = load(config, overrides=overrides or ())
     typer.echo(_as_json(merged) if as_json else _as_text(merged))

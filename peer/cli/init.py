@@ -10,15 +10,15 @@ import typer
 from peer.config import template
 from peer.errors import UsageError
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command(epilog="Example: peer init && peer run --config peer.toml")
 def init(
     path: Annotated[Path, typer.Argument(help='The file to write; "-" for stdout.')] = Path("peer.toml"),
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write a commented configuration file in which every setting stands with its default."""
+    """Write a commented configuration file in which every setting stands with its default.
+
+    Example: peer init && peer run --config peer.toml
+    """
     if str(path) == "-":
         typer.echo(template(), nl=False)
         return

@@ -18,7 +18,7 @@ from peer.errors import PeerError
 
 
 class Entry(NamedTuple):
-    """Where a command lives. The module has a typer app named `app`."""
+    """Where a command lives: a function of its name or, with commands of its own, a typer app named `app`."""
 
     module: str
     help: str
@@ -57,8 +57,13 @@ class LazyGroup(TyperGroup):
 
 def load_command(name: str) -> Any:
     """Import a command's module and return its command."""
-    entry = COMMANDS[name]
-    command = typer.main.get_command(importlib.import_module(entry.module).app)
+    module = importlib.import_module(COMMANDS[name].module)
+    if hasattr(module, "app"):
+        group: typer.Typer = module.app
+    else:
+        group = typer.Typer(add_completion=False)
+        group.command(name)(getattr(module, name))
+    command = typer.main.get_command(group)
     command.name = name
     return command
 

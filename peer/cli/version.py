@@ -14,12 +14,12 @@ from peer.cli.options import Json
 # What decides whether two peers compute alike; read from the installed packages, without importing them.
 LIBRARIES = ("torch", "transformers", "tokenizers", "datasets", "grpcio", "protobuf", "zstandard")
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command(epilog="Example: peer version --json")
 def version(as_json: Json = False) -> None:
-    """Show the version of peer, of Python and of the libraries that matter."""
+    """Show the version of peer, of Python and of the libraries that matter.
+
+    Example: peer version --json
+    """
     versions = {"peer": __version__, "python": platform.python_version()}
     versions.update({name: _installed(name) for name in LIBRARIES})
     if as_json:

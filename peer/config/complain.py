@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -35,6 +35,8 @@ _RULES = {
     "string_too_short": "must not be empty",
     "string_too_long": "must be at most {max_length} characters",
 }
+
+_COMPARISONS = frozenset({"greater_than_equal", "greater_than", "less_than_equal", "less_than"})
 
 
 def config_error(
@@ -74,8 +76,12 @@ def _complaint(kind: type[Section], details: ErrorDetails, prefix: str) -> tuple
         hint = f"; did you mean {alike[0]}?" if alike else ""
         return dotted, f"must be one of {', '.join(choices)}, got {_shown(details['input'])}{hint}"
     rule = _RULES.get(details["type"])
-    problem = rule.format(**context) if rule else details["msg"][:1].lower() + details["msg"][1:]
-    return dotted, f"{problem}, got {_shown(details['input'])}"
+    text_of = next((key.text_of for key in walk(kind) if key.dotted == ".".join(names)), None)
+    bounds = {name: _quantity(bound, text_of) for name, bound in context.items()}
+    problem = rule.format(**bounds) if rule else details["msg"][:1].lower() + details["msg"][1:]
+    got = details["input"]
+    shown = _quantity(got, text_of) if details["type"] in _COMPARISONS else _shown(got)
+    return dotted, f"{problem}, got {shown}"
 
 
 def _field_path(kind: type[Section], loc: tuple[int | str, ...]) -> list[str]:
@@ -130,6 +136,12 @@ def _nearest(known: list[str], section: str, leaf: str) -> str:
     leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
     alike = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
     return leaves[alike[0]] if alike else ""
+
+
+def _quantity(value: Any, text_of: Callable[[Any], str] | None) -> str:
+    if text_of and isinstance(value, int | float):
+        return text_of(value)
+    return f"{value:g}" if isinstance(value, float) else _shown(value)
 
 
 def _shown(value: Any) -> str:

@@ -55,7 +55,7 @@ def parse_rate(value: object) -> object:
 
 def format_duration(seconds: float) -> str:
     """Return the shortest exact spelling that `parse_duration` reads back."""
-    if seconds and seconds < 1:
+    if seconds and abs(seconds) < 1:
         return f"{_trim(seconds * 1000)}ms"
     if seconds >= 60 and seconds % 60 == 0:
         return f"{_trim(seconds / 60)}m"

@@ -1,0 +1,40 @@
+# Every target works on a fresh machine with Python, make and a compiler: the environment is made on first use.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
+
+.PHONY: help setup swarm test check protos clean
+.DEFAULT_GOAL := help
+
+help: ## Show the targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(READY) ## Make the environment in .venv
+
+# torch by its exact version first: a range may fetch a CUDA build of several GB where a CPU wheel of that version is near
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,report]'
+	@touch $@
+
+swarm: $(READY) ## Train with four peers on this machine; the report goes to runs/swarm
+	$(BIN)/peer swarm --peers 4 --rounds 8 --out runs/swarm
+
+test: $(READY) ## Run the tests; fails under 85 % line coverage
+	$(BIN)/python -m pytest --cov=peer --cov-report=term --cov-fail-under=85
+
+check: $(READY) ## Lint, format, types and freshness of generated code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict peer
+	$(BIN)/python protos/generate.py --check
+
+protos: $(READY) ## Generate peer/proto from protos/peer.proto
+	$(BIN)/python protos/generate.py
+
+clean: ## Remove the environment, caches and reports
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* runs
