@@ -6,7 +6,7 @@ shape. Not about truth: that the run, the round or the checksum is right is for 
 
 from __future__ import annotations
 
-from peer.wire.frames import END, decode_frame, encode_frame
+from peer.wire.frames import END, decode_frame, encode_frame, frame_bytes
 from peer.wire.messages import (
     decode_gossip,
     decode_join_reply,
@@ -53,4 +53,5 @@ __all__ = [
     "encode_status",
     "encode_top_k_reply",
     "encode_top_k_request",
+    "frame_bytes",
 ]

@@ -23,6 +23,15 @@ _FORMS: dict[int, Form] = {pb.FORM_PLAIN: Form.PLAIN, pb.FORM_DIFFERENCE: Form.D
 _FORM_NUMBERS = {Form.PLAIN: pb.FORM_PLAIN, Form.DIFFERENCE: pb.FORM_DIFFERENCE}
 
 
+_ENVELOPE = 1024  # all of a frame or state item but its payload and its lists of chunks
+_LISTED = 5 + bounds.REFERENCE_BYTES  # a chunk in Open or Accept
+
+
+def frame_bytes(payload_bytes: int, chunks: int) -> int:
+    """Return the size of the largest legal frame in a run with that many chunks and payloads of at most that size."""
+    return max(payload_bytes, _LISTED * chunks) + _ENVELOPE
+
+
 def encode_frame(frame: Frame) -> bytes:
     match frame:
         case ChunkFrame():
