@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 
 .PHONY: help setup swarm test check protos clean
@@ -16,9 +17,9 @@ setup: $(READY) ## Make the environment in .venv
 
 # torch by its exact version first: a range may fetch a CUDA build of several GB where a CPU wheel of that version is near
 $(READY): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,report]'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt "$(TORCH)"
+	$(PIP) install -c constraints.txt -e '.[dev,report]'
 	@touch $@
 
 swarm: $(READY) ## Train with four peers on this machine; the report goes to runs/swarm

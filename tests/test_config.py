@@ -11,6 +11,7 @@ import pytest
 from peer.config import (
     PRESETS,
     Config,
+    Everything,
     MixingSpec,
     RoundSpec,
     RunSpec,
@@ -102,6 +103,8 @@ def test_a_wrong_value_is_refused_with_the_rule_and_the_value(override, message)
     [
         ("round.step=5", "round.steps"),
         ("rounds.steps=5", "round.steps"),
+        ("rounds.step=5", "round.steps"),
+        ("network.boot=a:1", "network.bootstrap"),
         ("inner.steps=5", "round.steps"),
         ("steps=5", "round.steps"),
         ("round.inner_lr=5", None),
@@ -260,6 +263,11 @@ def test_environment_variables_may_have_single_underscores_where_that_is_clear()
     assert config.spec.mixing.mix1.codec == "fp32"
     assert config.settings.resume is False
     assert config.origins["mixing.mix1.codec"] == "env PEER_MIXING_MIX1_CODEC"
+
+
+def test_no_two_settings_share_a_variable():
+    names = [key.dotted.replace(".", "_") for key in walk(Everything)]
+    assert len(set(names)) == len(names)
 
 
 def test_a_misspelt_environment_variable_is_refused_and_named():
@@ -458,8 +466,6 @@ def test_the_template_is_the_defaults_and_stays_so_with_every_line_taken_in(toml
 
 
 def test_every_field_says_what_it_is_for_and_never_its_default():
-    from peer.config import Everything
-
     for key in walk(Everything):
         text = key.info.description or ""
         assert text.endswith("."), key.dotted

@@ -74,6 +74,7 @@ __all__ = [
     "DataSpec",
     "DeviceSettings",
     "EvalSettings",
+    "Everything",
     "InnerSpec",
     "LogSettings",
     "MetricsSettings",

@@ -37,9 +37,7 @@ class Merged:
     def __post_init__(self) -> None:
         self._keys: dict[str, Key] = {key.dotted: key for key in walk(self.root)}
         self._sections = frozenset(sections(self.root))
-        self._by_env: dict[str, list[str]] = {}
-        for name in self._keys:
-            self._by_env.setdefault(name.replace(".", "_"), []).append(name)
+        self._by_env = {name.replace(".", "_"): name for name in self._keys}
 
     def add_file(self, path: Path) -> None:
         """Merge a TOML file. Raises UsageError where it cannot be read."""
@@ -94,14 +92,11 @@ class Merged:
     def _add_variable(self, variable: str, text: str) -> None:
         name = variable.removeprefix(PREFIX).lower()
         dotted = name.replace("__", ".")
-        candidates = self._by_env.get(name.replace("__", "_"), [])
         if not self._is_known(dotted):
-            if len(candidates) > 1:
-                self.complaints.append((variable, f"could be {' or '.join(candidates)}; write the dots as __"))
-                return
-            if not candidates and "__" not in name:  # for the message: the section is the first word
-                dotted = name.replace("_", ".", 1)
-            dotted = candidates[0] if candidates else dotted
+            guess = (
+                dotted if "." in dotted else name.replace("_", ".", 1)
+            )  # for the message: the first word is the section
+            dotted = self._by_env.get(name.replace("__", "_"), guess)
         self._add_text(dotted, text, f"env {variable}")
 
     def _add_text(self, dotted: str, text: str, origin: str) -> None:
