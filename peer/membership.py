@@ -89,7 +89,7 @@ class Membership:
         max_members: int = 4096,
     ) -> None:
         self._me = me
-        self._suspect_after_s = suspect_after_s
+        self.suspect_after_s = suspect_after_s
         self._dead_after_s = dead_after_s
         self._forget_after_s = forget_after_s
         self._max_members = max_members
@@ -207,14 +207,14 @@ class Membership:
                     record.hidden = True
             elif silent_s >= self._dead_after_s:
                 changes.append(self._set_state(record, State.DEAD, now_s))
-            elif silent_s >= self._suspect_after_s and record.member.state is State.ALIVE:
+            elif silent_s >= self.suspect_after_s and record.member.state is State.ALIVE:
                 changes.append(self._set_state(record, State.SUSPECT, now_s))
         return changes
 
-    def excuse(self, stall_s: float) -> None:
-        """Forgive everybody a silence that was ours: this process was stopped and could hear nobody."""
+    def excuse(self, stall_s: float, now_s: float) -> None:
+        """Forgive everybody a silence that was ours: this process stood still and could hear nobody."""
         for record in self._records.values():
-            record.heard_s += stall_s
+            record.heard_s = min(record.heard_s + stall_s, now_s)
 
     def _set_state(self, record: _Record, state: State, now_s: float) -> Change:
         before = record.member.state
@@ -272,7 +272,8 @@ def swarm_round(view: Iterable[Member], me: str) -> int | None:
 
 
 def _sane(member: Member) -> bool:
-    names = 0 < len(member.id) <= _LONGEST_ID and member.id.isprintable() and len(member.address) <= _LONGEST_ADDRESS
+    names = 0 < len(member.id) <= _LONGEST_ID and len(member.address) <= _LONGEST_ADDRESS
+    shown = member.id.isprintable() and member.address.isprintable()  # both end up in logs and on terminals
     counted = (member.incarnation, member.beat, member.step, member.upload_bps)
     placed = (member.round, member.from_round)
-    return names and all(0 <= n <= _LARGEST for n in counted) and all(-1 <= n <= _LARGEST for n in placed)
+    return names and shown and all(0 <= n <= _LARGEST for n in counted) and all(-1 <= n <= _LARGEST for n in placed)

@@ -185,7 +185,9 @@ class Metrics:
         self._reading("peer_consensus_l2_distance", l2)
         members = Gauge("peer_members", "Members known, this peer included.", ["state"], registry=self.registry)
         self._members = {state: members.labels(state) for state in MEMBER_STATES}
-        self._mixed = Gauge("peer_members_mixed", "Other members averaged with, last round.", registry=self.registry)
+        self._mixed = Gauge(
+            "peer_members_mixed", "Members averaged last round, this peer included.", registry=self.registry
+        )
         self._lag = Gauge("peer_round_lag", "Rounds behind the swarm's median.", registry=self.registry)
         lag = "How late the network loop's timer fired at worst, over the last half minute."
         self._reading("peer_loop_lag_seconds", lag, self._read_lag)

@@ -70,6 +70,7 @@ def test_only_what_matters_is_told(known: Member | None, rumour: Member, told: C
         replace(B, id="x" * 1000),
         replace(B, id="b\n2026 everything is fine"),
         replace(B, address="h" * 10_000),
+        replace(B, address="b:1\x1b[2J"),
         replace(B, incarnation=-1),
         replace(B, incarnation=2**63),
         replace(B, beat=-1),
@@ -211,8 +212,15 @@ def test_a_broken_link_of_ours_does_not_suspect_a_member_for_ever():
 
 def test_a_stall_of_ours_is_nobody_elses_fault():
     membership = knowing(B)
-    membership.excuse(60.0)
+    membership.excuse(60.0, 60.0)
     assert membership.tick(60.0) == []
+    assert len(membership.tick(65.0)) == 1
+
+
+def test_who_was_heard_after_a_stall_is_not_excused_into_the_future():
+    membership = knowing(B)
+    membership.merge([replace(B, beat=11)], 60.0)
+    membership.excuse(60.0, 60.0)
     assert len(membership.tick(65.0)) == 1
 
 
