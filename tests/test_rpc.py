@@ -7,6 +7,7 @@ import logging
 import socket
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 
 import grpc
 import grpc.aio
@@ -135,6 +136,38 @@ async def raw_call(net: Net, method: str, *messages: bytes, stream: bool = False
             await call.write(message)
         await call.done_writing()
         return [answer async for answer in call]
+
+
+class Relay:
+    """A link that can be cut: forwards to the server whatever comes in."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._links: list[asyncio.Transport] = []
+
+    async def __aenter__(self) -> str:
+        self._server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cut()
+
+    def cut(self) -> None:
+        """Reset what is open and take nothing more."""
+        self._server.close()
+        for link in self._links:
+            link.abort()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        self._links += [writer.transport, back.transport]
+        with suppress(ConnectionError):
+            await asyncio.gather(self._pipe(reader, back), self._pipe(there, writer))
+
+    async def _pipe(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            target.write(data)
+            await target.drain()
 
 
 async def all_of(stream: Stream) -> list[Frame]:
@@ -555,6 +588,23 @@ def test_a_server_that_restarts_on_its_port_is_reached_again_at_once():
             stream = await net.exchange()
             assert await net.transport.top_k(net.address, RUN, 1, 5.0) is None
             stream.cancel()
+
+    on_sockets(body)
+
+
+def test_a_link_that_is_cut_is_heard_of_on_both_sides():
+    async def body(net):
+        relay = Relay(int(net.address.rpartition(":")[2]))
+        async with relay as net.address:
+            stream = await net.exchange()
+            await stream.send(OPEN)
+            assert await stream.receive() == OPEN
+            relay.cut()
+            with pytest.raises(StreamClosed):
+                await stream.receive()
+            assert await net.peer.ended.get() == "closed"
+            with pytest.raises(Unreachable):
+                await net.exchange()
 
     on_sockets(body)
 

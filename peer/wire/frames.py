@@ -23,6 +23,10 @@ _FORMS: dict[int, Form] = {pb.FORM_PLAIN: Form.PLAIN, pb.FORM_DIFFERENCE: Form.D
 _FORM_NUMBERS = {Form.PLAIN: pb.FORM_PLAIN, Form.DIFFERENCE: pb.FORM_DIFFERENCE}
 
 
+# A field's number and that it has a length.
+_CHUNK_TAG = bytes([pb.Frame.CHUNK_FIELD_NUMBER << 3 | 2])
+_PAYLOAD_TAG = bytes([pb.Chunk.PAYLOAD_FIELD_NUMBER << 3 | 2])
+
 _ENVELOPE = 1024  # all of a frame or state item but its payload and its lists of chunks
 _LISTED = 5 + bounds.REFERENCE_BYTES  # a chunk in Open or Accept
 
@@ -35,21 +39,7 @@ def frame_bytes(payload_bytes: int, chunks: int) -> int:
 def encode_frame(frame: Frame) -> bytes:
     match frame:
         case ChunkFrame():
-            message = pb.Frame(
-                chunk=pb.Chunk(
-                    run=frame.run,
-                    round=frame.round,
-                    stage=_STAGE_NUMBERS[frame.stage],
-                    chunk=frame.chunk,
-                    part=_PART_NUMBERS[frame.part],
-                    form=_FORM_NUMBERS[frame.form],
-                    codec=frame.codec,
-                    values=frame.values,
-                    contributors=frame.contributors,
-                    checksum=frame.checksum,
-                    payload=frame.payload,
-                )
-            )
+            return _chunk_bytes(frame)
         case Open():
             message = pb.Frame(
                 open=pb.Open(
@@ -69,6 +59,38 @@ def encode_frame(frame: Frame) -> bytes:
         case Done():
             message = pb.Frame(done=pb.Done(part=_PART_NUMBERS[frame.part]))
     return message.SerializeToString()
+
+
+def _chunk_bytes(frame: ChunkFrame) -> bytes:
+    """Put the payload, the last field, behind what protobuf writes of the others.
+
+    The bytes are those protobuf would write, with one copy of the payload instead of three; fresh memory for those cost
+    twice as much as all else in sending.
+    """
+    head = pb.Chunk(
+        run=frame.run,
+        round=frame.round,
+        stage=_STAGE_NUMBERS[frame.stage],
+        chunk=frame.chunk,
+        part=_PART_NUMBERS[frame.part],
+        form=_FORM_NUMBERS[frame.form],
+        codec=frame.codec,
+        values=frame.values,
+        contributors=frame.contributors,
+        checksum=frame.checksum,
+    ).SerializeToString()
+    before_payload = _PAYLOAD_TAG + _varint(len(frame.payload)) if frame.payload else b""
+    size = len(head) + len(before_payload) + len(frame.payload)
+    return b"".join((_CHUNK_TAG, _varint(size), head, before_payload, frame.payload))
+
+
+def _varint(number: int) -> bytes:
+    digits = bytearray()
+    while number > 0x7F:
+        digits.append(number & 0x7F | 0x80)
+        number >>= 7
+    digits.append(number)
+    return bytes(digits)
 
 
 def decode_frame(raw: bytes | memoryview, limit: int) -> Frame:
