@@ -41,13 +41,17 @@ ORDER = (
     "probe",
     "catchup",
     "network",
+    "joining",
     "rounds",
+    "course",
+    "service",
     "rpc_client",
     "rpc_server",
     "report",
     "swarm",
     "daemon",
     "cli",
+    "__main__",
 )
 
 # Parts that may import less than what stands before them.

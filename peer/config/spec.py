@@ -161,7 +161,7 @@ class RoundSpec(Section):
 class InnerSpec(Section):
     """The optimizer of a peer's own steps: AdamW, warm-up, cosine."""
 
-    lr: float = Field(default=3e-3, gt=0, le=10, description="Highest learning rate.")
+    lr: float = Field(default=2e-3, gt=0, le=10, description="Highest learning rate.")
     warmup_steps: int = Field(default=20, ge=0, le=10**9, description="Steps over which the learning rate rises to it.")
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="What is left of it at the end of the run.")
     weight_decay: float = Field(default=0.1, ge=0, le=10, description="Decoupled decay of weight matrices.")
