@@ -12,7 +12,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from peer import log
 from peer.errors import RefusedError, TransportError, Unreachable
@@ -188,8 +188,7 @@ class Probe:
         if not alone:
             logger.info("connected", members=len(self._membership.members(State.ALIVE)))
         elif candidates:
-            wrong = {address: self._wrong.get(address, "not called yet") for address in candidates[:_SHOWN]}
-            logger.info("no other member known, calling bootstrap addresses", addresses=wrong)
+            logger.info("no other member known, calling bootstrap addresses", addresses=" ".join(candidates[:_SHOWN]))
         else:
             logger.info("no other member known, waiting to be called")
 
@@ -272,7 +271,9 @@ class Probe:
         if changes:
             _tell(changes)
             self._on_changes(changes)
-        for address in dialled - _live_addresses(self.view, me) - {""}:
+        # A restarted member is dialled anew: the old connection would go on refusing until its pause is over.
+        restarted = {c.member.address for c in changes if c.before is State.SUSPECT and _restarted(before, c.member)}
+        for address in (dialled - _live_addresses(self.view, me) | restarted) - {""}:
             self._forget(address)
 
     def _forget(self, address: str) -> None:
@@ -287,6 +288,10 @@ def _live_addresses(view: Iterable[Member], me: Member) -> set[str]:
 
 def _differ(one: Member, other: Member) -> bool:
     return (one.state, one.incarnation, one.address) != (other.state, other.incarnation, other.address)
+
+
+def _restarted(before: Mapping[str, Member], member: Member) -> bool:
+    return member.state is State.ALIVE and member.incarnation > before[member.id].incarnation
 
 
 def _tell(changes: list[Change]) -> None:

@@ -154,6 +154,24 @@ def test_a_killed_member_that_restarts_is_back_at_once_ten_times():
     play(scene())
 
 
+def test_a_restarted_member_is_dialled_anew():
+    async def scene() -> None:
+        swarm = Swarm()
+        a = swarm.add("a")
+        swarm.add("b", "a:1")
+        await swarm.rounds(4)
+        swarm.kill("b")
+        await swarm.rounds(2)
+        assert a.states()["b"] is SUSPECT
+        assert a.transport.forgotten == []
+        swarm.add("b", "a:1", incarnation=1)
+        await swarm.rounds(2)
+        assert a.states()["b"] is ALIVE
+        assert a.transport.forgotten == ["b:1"]
+
+    play(scene())
+
+
 def test_a_partition_heals_without_bootstrap():
     async def scene() -> None:
         swarm = Swarm()
@@ -406,7 +424,7 @@ def test_calls_that_hang_do_not_pile_up_nor_stop_the_beat():
 def test_an_address_with_a_call_under_way_is_not_called_again():
     async def scene() -> None:
         swarm, transport = Swarm(), Deaf()
-        peer = swarm.add("a", "b:1", transport=cast(Transport, transport))
+        peer = swarm.add("a", "b:1", transport=cast("Transport", transport))
         for _ in range(10):
             swarm.now_s += 0.5
             peer.probe._begin_round()
@@ -426,7 +444,7 @@ def test_an_answer_from_a_foreign_run_is_not_merged():
         async def forget(self, address: str) -> None: ...
 
     async def scene() -> None:
-        peer = Swarm().add("a", transport=cast(Transport, Foreign()))
+        peer = Swarm().add("a", transport=cast("Transport", Foreign()))
         peer.probe.learn([Member("b", "b:1")])
         await peer.probe.round_once()
         assert peer.states() == {"a": ALIVE, "b": SUSPECT}
