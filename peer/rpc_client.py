@@ -39,7 +39,8 @@ _SHOWN = 200  # characters of another peer's words in our messages
 # Both sides ping a silent connection and both must allow it, or the server answers too_many_pings and hangs up.
 KEEPALIVE: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),  # of pings gRPC sends for itself, and keepalive waits for: 60 s otherwise
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
