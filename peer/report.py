@@ -190,6 +190,7 @@ def _draw_consensus(figure: Figure, records: Sequence[Record]) -> None:
             axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
     panels[0].set_title("Distance of every peer from those it compared itself with")
     panels[1].set_xlabel("round")
+    panels[1].xaxis.get_major_locator().set_params(integer=True)
 
 
 def _finish(axes: Any, entries: int) -> None:

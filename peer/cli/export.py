@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from peer.cli.options import Json
+
 
 def export(
     checkpoint: Annotated[
@@ -19,7 +21,7 @@ def export(
         Path, typer.Option(help="Folder to write. An earlier export there is replaced.", show_default=False)
     ],
     force: Annotated[bool, typer.Option("--force", help="Replace the folder whatever it holds.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write the mixed weights of the newest whole checkpoint as a folder that transformers' from_pretrained loads.
 
@@ -29,8 +31,10 @@ def export(
 
     done = exporter.export(checkpoint, out, force)
     if as_json:
-        print(json.dumps(dataclasses.asdict(done)))
+        typer.echo(json.dumps(dataclasses.asdict(done)))
         return
     for damaged in done.damaged:
-        print(f"passed over: {damaged}")
-    print(f"{done.out}: {done.run} after {done.round} rounds, {done.n_params:,} parameters, from {done.checkpoint}")
+        typer.echo(f"passed over: {damaged}")
+    typer.echo(
+        f"{done.out}: {done.run} after {done.round} rounds, {done.n_params:,} parameters, from {done.checkpoint}"
+    )
