@@ -103,7 +103,9 @@ def _rebuild(found: checkpoint.Found, out: Path) -> tuple[Exported, model.Langua
 
 
 def _replace(fresh: Path, out: Path, before: Path) -> None:
+    mode = (fresh / MARK).stat().st_mode  # safetensors leaves the weights to be read by their owner alone
     for file in fresh.iterdir():
+        file.chmod(mode)
         with file.open("rb") as written:
             os.fsync(written.fileno())
     try:

@@ -132,6 +132,14 @@ def test_the_card_names_run_round_and_fingerprint(untied, tmp_path):
         assert part in card
 
 
+def test_whoever_may_read_one_file_may_read_all(untied, tmp_path):
+    untied.save(1)
+
+    export(untied.storage, tmp_path / "out")
+
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
+
+
 # Where the checkpoint is.
 
 
