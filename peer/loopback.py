@@ -1,8 +1,8 @@
 """Loopback: joins the peers of one process by address, for tests, with faults that follow a script.
 
 It behaves as the real transport does where callers could tell: streams hold a few frames and then make the sender
-wait, a cancelled send or receive ends its stream, a broken one still delivers what had arrived. The one thing to get
-wrong: faults belong to a direction, `link(a, b)` is what a sends to b, and frames are counted from 0 on each stream.
+wait, a cancelled send or receive ends its stream, cancelling before `finish` loses what was not read. The one thing to
+get wrong: faults belong to a direction, `link(a, b)` is what a sends to b; frames are counted from 0 on each stream.
 """
 
 from __future__ import annotations
@@ -134,13 +134,14 @@ class _Direction:
         if not (self._link.unreachable and self._link.concerns(self.stage)):
             self._add(_Parcel(None))
 
-    def break_off(self) -> None:
+    def break_off(self, lose: bool = False) -> None:
+        """Let nothing more pass; what has arrived can still be read, unless it is to be lost."""
         self.broken = True
         self._moved.set()
         for parcel in self._parcels:
-            if parcel.held is not None and not parcel.arrived:
+            if parcel.held is not None:
                 parcel.held.cancel()
-        self._parcels = deque(parcel for parcel in self._parcels if parcel.arrived)
+        self._parcels = deque(parcel for parcel in self._parcels if parcel.arrived and not lose)
 
     def _add(self, parcel: _Parcel) -> None:
         self._parcels.append(parcel)
@@ -191,10 +192,10 @@ class _End:
 
     def cancel(self) -> None:
         self._cancelled = True
-        self.break_off()
+        self.break_off(lose=not self._finished)
 
-    def break_off(self) -> None:
-        self._outgoing.break_off()
+    def break_off(self, lose: bool = False) -> None:
+        self._outgoing.break_off(lose)
         self._incoming.break_off()
 
     async def leave(self) -> None:
@@ -236,7 +237,7 @@ class Loopback:
     async def close(self) -> None:
         """Stop every peer and wait for what they were serving."""
         tasks = list(self._tasks)
-        for address in [*self._served, *self._ends]:
+        for address in {*self._served, *self._ends}:
             self.stop(address)
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -300,8 +301,7 @@ class LoopbackTransport:
     ) -> AsyncGenerator[StatePosition | StateChunk, None]:
         service = await self._dial(address, timeout_s)
         link = self._net.link(address, self._source)
-        items = service.on_state(request)
-        number = 0
+        items, number = service.on_state(request), 0
         try:
             while (item := await self._next_item(items, link, number, timeout_s)) is not None:
                 if link.cuts(number) or self._net.service(address) is not service:

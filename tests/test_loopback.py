@@ -222,6 +222,22 @@ def test_cancelling_closes_the_other_side_and_may_be_repeated():
     on_loopback(body)
 
 
+@pytest.mark.parametrize(("finished", "seen"), [(True, [OPEN, chunk(0)]), (False, [])])
+def test_cancelling_loses_what_was_not_read_unless_the_stream_was_finished(finished, seen):
+    async def body(net, echo):
+        echo.mute = True
+        stream = await net.transport("a").exchange("b", 1.0)
+        await stream.send(OPEN)
+        await stream.send(chunk(0))
+        if finished:
+            await stream.finish()
+        stream.cancel()
+        assert await echo.ended.get() == ("in order" if finished else "closed")
+        assert echo.seen == seen
+
+    on_loopback(body)
+
+
 def test_a_stopped_peer_breaks_its_streams_and_answers_no_more():
     async def body(net, echo):
         transport = net.transport("a")

@@ -17,7 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from peer import wire
 from peer.errors import AddressError, Declined, RefusedError, StreamClosed, Unreachable
 from peer.membership import Member, State
-from peer.rpc_client import EXCHANGE, GOSSIP, GrpcTransport, ask_admin
+from peer.rpc_client import GrpcTransport, ask_admin
+from peer.rpc_client.channel import EXCHANGE, GOSSIP
 from peer.rpc_server import AdminServer, Limits, Server
 from peer.transport import (
     ChunkFrame,
@@ -320,6 +321,69 @@ def test_the_server_may_cancel_while_it_receives_and_its_service_goes_on():
         assert [await net.peer.ended.get(), await net.peer.ended.get()] == ["closed", "gone on"]
 
     on_sockets(body, Drops())
+
+
+def test_what_was_sent_before_finish_arrives_although_the_sender_then_lets_go():
+    class Slow(Peer):
+        async def on_exchange(self, stream):
+            await stream.send(OPEN)
+            await released.wait()
+            self.seen += await all_of(stream)
+            await stream.send(Done(Part.RESULT))
+            await stream.finish()
+            stream.cancel()
+
+    async def body(net):
+        released.clear()
+        stream = await net.exchange()
+        assert await stream.receive() == OPEN
+        for index in range(3):
+            await stream.send(chunk(index, 10_000))
+        await stream.finish()
+        stream.cancel()
+        with pytest.raises(StreamClosed):
+            await stream.receive()
+        released.set()
+        while net.transport._partings:
+            await asyncio.wait(list(net.transport._partings))
+        assert net.peer.seen == [chunk(index, 10_000) for index in range(3)]
+
+    released = asyncio.Event()
+    on_sockets(body, Slow())
+
+
+def test_what_the_server_sent_before_finish_arrives_although_it_then_lets_go():
+    class Brief(Peer):
+        async def on_exchange(self, stream):
+            for index in range(3):
+                await stream.send(chunk(index, 10_000))
+            await stream.finish()
+            stream.cancel()
+            await asyncio.Event().wait()
+
+    async def body(net):
+        stream = await net.exchange()
+        assert await all_of(stream) == [chunk(index, 10_000) for index in range(3)]
+
+    on_sockets(body, Brief())
+
+
+def test_a_finished_stream_that_is_let_go_takes_only_a_few_more_frames():
+    class Talkative(Peer):
+        async def on_exchange(self, stream):
+            try:
+                while True:
+                    await stream.send(chunk(1))
+            except StreamClosed:
+                self.ended.put_nowait("closed")
+
+    async def body(net):
+        stream = await net.exchange()
+        await stream.finish()
+        stream.cancel()
+        assert await net.peer.ended.get() == "closed"
+
+    on_sockets(body, Talkative())
 
 
 def test_each_side_may_say_first_that_it_has_nothing_more():

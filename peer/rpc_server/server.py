@@ -19,7 +19,8 @@ from grpc_reflection.v1alpha import reflection
 from peer import log, wire
 from peer.config import parse_address
 from peer.errors import AddressError
-from peer.rpc_client import DEFAULT_MAX_FRAME_BYTES, KEEPALIVE, STATUS, OnDrop, size_limits, tolerated, uncounted
+from peer.rpc_client.channel import DEFAULT_MAX_FRAME_BYTES, KEEPALIVE, STATUS, size_limits, tolerated
+from peer.rpc_client.failure import OnDrop, uncounted
 from peer.rpc_server.servicer import Answer, Limits, Servicer
 from peer.transport import Service
 

@@ -18,7 +18,8 @@ import grpc.aio
 
 from peer import log, wire
 from peer.errors import Declined, FrameError, RefusedError, StreamClosed, TransportError
-from peer.rpc_client import EXCHANGE, FETCH, GOSSIP, JOIN, REFUSAL, TOP_K, OnDrop, uncounted
+from peer.rpc_client.channel import EXCHANGE, FETCH, GOSSIP, JOIN, REFUSAL, TOP_K
+from peer.rpc_client.failure import OnDrop, uncounted
 from peer.rpc_server.stream import ServerStream
 from peer.transport import Service
 
@@ -73,9 +74,10 @@ class Servicer:
         task.add_done_callback(lambda task: self._served(task, host))
         try:
             await asyncio.wait((task, stream.dropped), return_when=asyncio.FIRST_COMPLETED)
-            if task.cancelled() or not task.done():
+            if task.done() and not task.cancelled():
+                task.result()
+            elif not stream.finished:  # else all was said, and is read before the end of the call is seen
                 await context.abort(grpc.StatusCode.CANCELLED, "dropped")
-            task.result()
         finally:
             stream.close()
 

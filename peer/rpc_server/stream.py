@@ -14,7 +14,9 @@ import grpc.aio
 
 from peer import wire
 from peer.errors import StreamClosed
-from peer.rpc_client import ADMITTED, OnDrop, read_frame, translated
+from peer.rpc_client.channel import ADMITTED
+from peer.rpc_client.failure import OnDrop, translated
+from peer.rpc_client.stream import read_frame
 from peer.transport import Frame
 
 
@@ -29,14 +31,14 @@ class ServerStream:
         self._on_drop = on_drop
         self._pending: set[asyncio.Task[Any]] = set()
         self._closed = False  # the context is not ours any more
-        self._finished = False  # said that nothing more is sent
+        self.finished = False  # said that nothing more is sent
         self._ended = False  # heard that nothing more will come
 
     async def admit(self) -> None:
         await self._do(self._context.send_initial_metadata(((ADMITTED, "1"),)))
 
     async def send(self, frame: Frame) -> None:
-        if self._finished:
+        if self.finished:
             raise StreamClosed(f"{self.caller}: nothing more can be sent")
         await self._do(self._context.write(wire.encode_frame(frame)))
 
@@ -54,9 +56,9 @@ class ServerStream:
         return None
 
     async def finish(self) -> None:
-        if self._finished or self._closed:
+        if self.finished or self._closed:
             return
-        self._finished = True
+        self.finished = True
         with suppress(StreamClosed):  # whoever receives will hear of it
             await self._do(self._context.write(wire.END))
 
