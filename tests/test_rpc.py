@@ -217,6 +217,19 @@ def test_bad_frames_are_counted_by_reason_and_the_stream_goes_on():
     on_sockets(body)
 
 
+def test_the_largest_frame_may_be_set_once_the_run_is_known():
+    async def body(net):
+        net.server.max_frame_bytes = 1000
+        stream = await net.exchange()
+        for frame in (OPEN, chunk(1, 1000), chunk(2)):
+            await stream.send(frame)
+        await stream.finish()
+        assert await all_of(stream) == [OPEN, chunk(2)]
+        assert net.dropped == ["oversized"]
+
+    on_sockets(body)
+
+
 def test_bad_frames_from_the_server_are_counted_too():
     class Fouls(Peer):
         async def on_exchange(self, stream):

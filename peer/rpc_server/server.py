@@ -43,10 +43,14 @@ def _options(receive_bytes: int) -> list[tuple[str, Any]]:
 
 
 class Server:
-    """Serves one Service at one address. Used on one loop only."""
+    """Serves one Service at one address. Used on one loop only.
+
+    `max_frame_bytes` (see wire.frame_bytes) may be lowered later, when the run is known; what gRPC itself lets pass
+    stays what it was at the start.
+    """
 
     def __init__(self, max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES, limits: Limits | None = None) -> None:
-        self._max_frame_bytes = max_frame_bytes
+        self.max_frame_bytes = max_frame_bytes
         self._limits = limits or Limits()
         self._server: Any = None
         self._health: Any = None
@@ -55,10 +59,10 @@ class Server:
     async def start(self, service: Service, address: str, on_drop: OnDrop = uncounted) -> int:
         """Listen at "host:port" and return the port. Raises AddressError, also for one that is in use."""
         server = grpc.aio.server(
-            options=_options(max(tolerated(self._max_frame_bytes), _CONTROL_LIMIT)),
+            options=_options(max(tolerated(self.max_frame_bytes), _CONTROL_LIMIT)),
             maximum_concurrent_rpcs=self._limits.streams + _CALLS_BESIDE,
         )
-        servicer = Servicer(service, self._max_frame_bytes, self._limits, on_drop)
+        servicer = Servicer(service, lambda: self.max_frame_bytes, self._limits, on_drop)
         server.add_generic_rpc_handlers(_by_service(servicer.methods()))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

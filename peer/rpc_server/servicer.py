@@ -44,7 +44,7 @@ class Limits:
 class Servicer:
     """Decodes, calls the Service, encodes."""
 
-    def __init__(self, service: Service, max_frame_bytes: int, limits: Limits, on_drop: OnDrop) -> None:
+    def __init__(self, service: Service, max_frame_bytes: Callable[[], int], limits: Limits, on_drop: OnDrop) -> None:
         self._service = service
         self._max_frame_bytes = max_frame_bytes
         self._limits = limits
@@ -67,7 +67,7 @@ class Servicer:
         host = context.peer().rpartition(":")[0]
         if len(self._serving) >= self._limits.exchanges or self._hosts[host] >= self._limits.exchanges_a_host:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many exchanges")
-        stream = ServerStream(context, self._max_frame_bytes, self._on_drop)
+        stream = ServerStream(context, self._max_frame_bytes(), self._on_drop)
         task = asyncio.create_task(self._serve(stream), name=f"exchange with {stream.caller}")
         self._serving[task] = stream
         self._hosts[host] += 1
