@@ -23,7 +23,7 @@ STATUS = "/peer.v1.Admin/Status"
 ADMITTED = "peer-exchange"  # initial metadata of an exchange the server has taken on
 REFUSAL = "peer-refusal-bin"  # trailing metadata: why a peer is not let in
 
-DEFAULT_MAX_FRAME_BYTES = 16 << 20
+DEFAULT_MAX_FRAME_BYTES = 25 << 20  # fits the largest chunk a run may have, in fp32
 CONTROL_LIMIT = 8 << 20  # longest answer to a control message
 _METADATA_LIMIT = 64 << 10  # a refusal names the fields that differ
 
