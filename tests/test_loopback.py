@@ -32,7 +32,7 @@ from peer.transport import (
 
 RUN = b"r" * 16
 OPEN = Open(RUN, 0, Stage.MIX1, "a", b"", (0, 1))
-POSITION = StatePosition(3, 5, 0.1, b"\x01\x01")
+POSITION = StatePosition(3, 5, 0.1)
 
 
 def chunk(index: int) -> ChunkFrame:

@@ -45,7 +45,7 @@ PAYLOAD = 1 << 20
 MAX_FRAME = wire.frame_bytes(PAYLOAD, 3)
 OPEN = Open(RUN, 7, Stage.MIX2, "a", b"plan", (0, 1, 5), b"12345678" * 3)
 ME = Member("a", "10.0.0.1:7700", 2, State.ALIVE, 9, 7, 3, 1, 100_000_000)
-POSITION = StatePosition(3, 5, 0.1, b"\x01\x00")
+POSITION = StatePosition(3, 5, 0.1)
 
 
 def chunk(index: int, size: int = 8) -> ChunkFrame:

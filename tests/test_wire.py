@@ -79,7 +79,7 @@ def test_every_other_message_comes_back_as_it_was():
     assert wire.decode_join_reply(wire.encode_join_reply(reply)) == reply
     ask = StateRequest(RUN, b"layout", b"h" * 48)
     assert wire.decode_state_request(wire.encode_state_request(ask)) == ask
-    for item in (StatePosition(3, 4, 0.5, b"\x00\x01"), StateChunk(3, Vector.X, 7, 9, b"data")):
+    for item in (StatePosition(3, 4, 0.5), StateChunk(3, Vector.X, 7, 9, b"data")):
         assert wire.decode_state_item(wire.encode_state_item(item), LIMIT) == item
     assert wire.decode_top_k_request(wire.encode_top_k_request(RUN, 5)) == (RUN, 5)
     probe = TopK(5, 2, 3, b"i" * 24, b"l" * 12, b"t" * 8)

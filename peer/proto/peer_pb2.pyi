@@ -240,16 +240,14 @@ class StateItem(_message.Message):
     def __init__(self, position: _Optional[_Union[Position, _Mapping]] = ..., chunk: _Optional[_Union[StateChunk, _Mapping]] = ...) -> None: ...
 
 class Position(_message.Message):
-    __slots__ = ("round", "step", "step_seconds", "shared")
+    __slots__ = ("round", "step", "step_seconds")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    SHARED_FIELD_NUMBER: _ClassVar[int]
     round: int
     step: int
     step_seconds: float
-    shared: bytes
-    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., step_seconds: _Optional[float] = ..., shared: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., step_seconds: _Optional[float] = ...) -> None: ...
 
 class StateChunk(_message.Message):
     __slots__ = ("round", "vector", "chunk", "checksum", "payload")

@@ -18,7 +18,7 @@ from peer.rpc_client.channel import ADMITTED
 from peer.rpc_client.failure import OnDrop, translated
 from peer.transport import Frame
 
-_PARTING_S = 5.0  # how long a finished stream stays open for the other side to read it
+_PARTING_S = 10.0  # how long a finished stream stays open for the other side to read it
 _PARTING_FRAMES = 8  # and how much may still come meanwhile: its last words, not its results
 
 logger = log.get(__name__)

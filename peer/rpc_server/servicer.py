@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from peer import log, wire
-from peer.errors import Declined, FrameError, RefusedError, StreamClosed, TransportError
+from peer.errors import Declined, FrameError, RefusedError, StreamClosed, TransportError, Unreachable
 from peer.rpc_client.channel import EXCHANGE, FETCH, GOSSIP, JOIN, REFUSAL, TOP_K
 from peer.rpc_client.failure import OnDrop, uncounted
 from peer.rpc_server.stream import ServerStream
@@ -175,6 +175,8 @@ class Answer:
                 await self._abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             case Declined():
                 await self._abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.reason)
+            case Unreachable():
+                await self._abort(grpc.StatusCode.UNAVAILABLE, str(error))
             case TransportError():
                 await self._abort(grpc.StatusCode.ABORTED, "the exchange failed")
             case Exception():

@@ -167,7 +167,7 @@ def encode_state_item(item: StatePosition | StateChunk) -> bytes:
             )
             return pb.StateItem(chunk=chunk).SerializeToString()
         case StatePosition():
-            position = pb.Position(round=item.round, step=item.step, step_seconds=item.step_seconds, shared=item.shared)
+            position = pb.Position(round=item.round, step=item.step, step_seconds=item.step_seconds)
             return pb.StateItem(position=position).SerializeToString()
 
 
@@ -182,8 +182,7 @@ def decode_state_item(raw: bytes, limit: int) -> StatePosition | StateChunk:
             position = message.position
             if not (math.isfinite(position.step_seconds) and position.step_seconds >= 0):
                 raise FrameError("malformed", f"step_seconds is {position.step_seconds}")
-            shared = bounds.short("shared", position.shared, bounds.MAX_CHUNKS)
-            return StatePosition(position.round, position.step, position.step_seconds, shared)
+            return StatePosition(position.round, position.step, position.step_seconds)
         case kind:
             raise FrameError("malformed", f"unexpected kind of state item: {kind}")
 
