@@ -324,6 +324,7 @@ class Metrics:
             "steps": int(seen["peer_inner_steps_total", ()]),
             "nonfinite_steps": nonfinite,
             "tokens": int(seen["peer_tokens_total", ()]),
+            "tokens_per_second": self._read_rate(),
             "loss_first": sum(first) / len(first) if first else None,
             "loss_last": sum(last) / len(last) if last else None,
             "eval_loss": self._latest.get("peer_eval_loss"),

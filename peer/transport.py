@@ -76,6 +76,7 @@ class ChunkFrame:
     form: Form
     codec: int  # Codec.wire_id
     values: int  # how many the payload decodes to
+    contributors: int  # how many peers' values are in it: 1 in a contribution
     checksum: int  # zlib.crc32 of payload
     payload: bytes
 
@@ -161,7 +162,6 @@ class StatePosition:
     round: int
     step: int  # inner steps done in that round
     step_seconds: float
-    shared: bytes  # one byte a chunk: 1 where the donor's x is a shared reference
 
 
 @dataclass(frozen=True, slots=True)

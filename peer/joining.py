@@ -1,0 +1,42 @@
+"""Getting into a swarm: ask one address after another until a member lets this peer in.
+
+The one thing to get wrong: a refusal is final, silence is not. Silence is asked again with growing, jittered pauses
+until the time is up; then every address is named with what was wrong there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from peer import log
+from peer.errors import JoinError, TransportError
+from peer.transport import JoinReply, JoinRequest, Transport
+
+ASK_TIMEOUT_S = 5.0
+LONGEST_PAUSE_S = 4.0
+
+logger = log.get(__name__)
+
+
+async def join(transport: Transport, addresses: Sequence[str], request: JoinRequest, timeout_s: float) -> JoinReply:
+    """Return the first member's answer. Raises RefusedError, or JoinError when none answered in `timeout_s`."""
+    loop = asyncio.get_running_loop()
+    give_up_at = loop.time() + timeout_s
+    jitter = random.Random(request.member.id)
+    pause_s = 0.25
+    wrong: dict[str, str] = {}
+    while True:
+        for address in addresses:
+            try:
+                return await transport.join(address, request, min(ASK_TIMEOUT_S, timeout_s))
+            except TransportError as error:
+                if wrong.get(address) != str(error):
+                    logger.info("bootstrap does not answer", address=address, why=str(error))
+                wrong[address] = str(error)
+        left_s = give_up_at - loop.time()
+        if left_s <= 0:
+            raise JoinError(list(wrong.items()))
+        await asyncio.sleep(min(left_s, jitter.uniform(0.05, pause_s)))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

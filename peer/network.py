@@ -1,0 +1,76 @@
+"""The background thread that owns all networking: one event loop, and the coding executor beside it.
+
+The one thing to get wrong: what lives on the loop is only touched there. The training thread comes in through `call`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+CODERS = 2  # one codes while the other hashes or writes; more would take cores from training
+STOP_TIMEOUT_S = 5.0
+
+
+class Network:
+    """A running loop. `stop` ends it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        # One torch thread a coder: chunks are small, and the other cores belong to the trainer.
+        self.coding = ThreadPoolExecutor(CODERS, "coding", initializer=lambda: torch.set_num_threads(1))
+        self._thread = threading.Thread(target=self._run, name="network", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin something on the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run something on the loop and wait for it. Not from the loop's own thread."""
+        future = self.start(work)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """Evaluate something short on the loop."""
+
+        async def answer() -> T:
+            return question()
+
+        return self.call(answer(), STOP_TIMEOUT_S * 4)
+
+    def stop(self) -> None:
+        """Cancel what still runs and end the thread, in bounded time. Idempotent."""
+        if self.loop.is_closed():
+            return
+        try:
+            self.call(self._cancel_all(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            pass  # the thread is a daemon: what does not end now ends with the process
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(STOP_TIMEOUT_S)
+        self.coding.shutdown(wait=False, cancel_futures=True)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_TIMEOUT_S / 2)
