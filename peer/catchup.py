@@ -137,12 +137,11 @@ class Asker:
         return None
 
     async def _from(self, address: str) -> StatePosition:
-        position: StatePosition | None = None
-        for _ in range(PASSES):
-            position = await self._one_pass(address)
+        position = await self._one_pass(address)
+        for _ in range(PASSES - 1):
             if all(round_ == position.round for round_ in self.shelf.rounds):
                 break
-        assert position is not None
+            position = await self._one_pass(address)
         return position
 
     async def _one_pass(self, address: str) -> StatePosition:

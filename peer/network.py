@@ -6,6 +6,7 @@ The one thing to get wrong: what lives on the loop is only touched there. The tr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,8 +25,7 @@ class Network:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        # One torch thread a coder: chunks are small, and the other cores belong to the trainer.
-        self.coding = ThreadPoolExecutor(CODERS, "coding", initializer=lambda: torch.set_num_threads(1))
+        self.coding = _coders()
         self._thread = threading.Thread(target=self._run, name="network", daemon=True)
         self._thread.start()
 
@@ -58,10 +58,8 @@ class Network:
         """Cancel what still runs and end the thread, in bounded time. Idempotent."""
         if self.loop.is_closed():
             return
-        try:
+        with contextlib.suppress(TimeoutError):  # the thread is a daemon: what does not end now ends with the process
             self.call(self._cancel_all(), STOP_TIMEOUT_S)
-        except TimeoutError:
-            pass  # the thread is a daemon: what does not end now ends with the process
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(STOP_TIMEOUT_S)
         self.coding.shutdown(wait=False, cancel_futures=True)
@@ -74,3 +72,18 @@ class Network:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_TIMEOUT_S / 2)
+
+
+def _coders() -> ThreadPoolExecutor:
+    """Return the executor, its threads running, each with one torch thread: the other cores belong to the trainer.
+
+    Some math libraries keep one count for the whole process; the trainer's is therefore set again after theirs.
+    """
+    threads = torch.get_num_threads()
+    all_here = threading.Barrier(CODERS + 1)
+    coding = ThreadPoolExecutor(CODERS, "coding", initializer=lambda: torch.set_num_threads(1))
+    for _ in range(CODERS):
+        coding.submit(all_here.wait)
+    all_here.wait()
+    torch.set_num_threads(threads)
+    return coding

@@ -153,6 +153,7 @@ class Rounds:
 
     def _inner_steps(self, report: RoundReport, first_step: int, mix1: Mix | None) -> None:
         total = self.spec.round.steps
+        waited_before_s = self.trainer.data_wait_s
         settle_at = int(SETTLE_SHARE * total)
         for step in range(first_step, total):
             if self.stop.asked.is_set():
@@ -167,6 +168,7 @@ class Rounds:
             if mix1 is not None and step + 1 >= settle_at:
                 mix1.settle()
                 settle_at = total + 1
+        self.metrics.stall("data", self.trainer.data_wait_s - waited_before_s)
         good = [loss for _, loss, _, _ in report.losses if loss == loss]
         report.loss = sum(good) / len(good) if good else float("nan")
         self.others.publish(report.round, total)

@@ -103,7 +103,7 @@ class Swarm:
         folder.mkdir(parents=True)
         output = (folder / "peer.log").open("wb")
         command = [sys.executable, "-m", "peer", "run", "--data-dir", str(folder), *self._arguments, *arguments]
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # noqa: S603 - our own command line
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -41,6 +41,7 @@ class Drift:
 
     def __init__(self, layout: Layout, start: torch.Tensor, seed: int) -> None:
         self.layout = layout
+        self.data_wait_s = 0.0
         self.y = start.clone()
         self._generator = torch.Generator().manual_seed(seed)
         self._target = torch.randn(layout.n_params, generator=self._generator)
@@ -61,7 +62,7 @@ class Drift:
     def twin(self) -> Drift:
         """Return a trainer that will do exactly the same."""
         copy = Drift.__new__(Drift)
-        copy.layout, copy.y, copy._target = self.layout, self.y.clone(), self._target
+        copy.layout, copy.y, copy._target, copy.data_wait_s = self.layout, self.y.clone(), self._target, 0.0
         copy._generator = torch.Generator()
         copy._generator.set_state(self._generator.get_state())
         copy.pause = lambda step: None

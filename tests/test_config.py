@@ -173,8 +173,8 @@ def test_listening_off_loopback_needs_insecure_and_the_error_names_the_flag():
 
 
 def test_a_context_longer_than_the_position_table_is_refused():
-    with pytest.raises(ConfigError, match=r"model\.context must be <= config\.max_position_embeddings \(64\), got 128"):
-        of("model.config.max_position_embeddings=64")
+    with pytest.raises(ConfigError, match=r"model\.context must be <= config\.max_position_embeddings \(32\), got 64"):
+        of("model.config.max_position_embeddings=32")
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_the_same_mixing_spelt_in_code_and_by_preset_is_the_same():
 def test_single_model_fields_replace_those_of_the_small_llama():
     config = of("model.config.hidden_size=64")
     assert config.spec.model.config["hidden_size"] == 64
-    assert config.spec.model.config["num_hidden_layers"] == 4
+    assert config.spec.model.config["num_hidden_layers"] == 2
     assert config.origins["model.config.hidden_size"] == "flag"
     assert config.origins["model.config.num_hidden_layers"] == "default"
     assert of("model.config={hidden_size=64}").spec == config.spec
@@ -370,7 +370,7 @@ def test_every_single_field_changes_the_fingerprint():
     changes = {
         "seed": 1,
         "name": "x",
-        "model.context": 64,
+        "model.context": 32,
         "tokenizer.digest": "0" * 64,
         "data.field": "body",
         "round.steps": 7,

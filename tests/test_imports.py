@@ -44,6 +44,8 @@ ORDER = (
     "joining",
     "rounds",
     "course",
+    "neighbours",
+    "status",
     "service",
     "rpc_client",
     "rpc_server",

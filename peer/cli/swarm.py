@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,7 +51,7 @@ def swarm(
     merged = load(config, overrides=overrides or (), flags={"round.count": rounds, "mixing.preset": preset})
     log.configure("warning", "human")
     folder = out or Path("runs") / datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
-    arguments = _arguments(config, overrides or [], rounds, preset, peers, merged.origins)
+    arguments = _arguments(config, overrides or [], rounds, preset, peers, folder, merged.origins)
 
     from peer import report
     from peer.swarm import Swarm
@@ -79,11 +80,18 @@ def swarm(
 
 
 def _arguments(
-    config: Path | None, overrides: list[str], rounds: int | None, preset: str | None, peers: int, origins: Any
+    config: Path | None,
+    overrides: list[str],
+    rounds: int | None,
+    preset: str | None,
+    peers: int,
+    folder: Path,
+    origins: Mapping[str, str],
 ) -> list[str]:
     """Return what every peer is started with. What the user set stands; the rest suits one machine."""
     settings = {
         "device.threads": 1,  # peers share the cores
+        "storage.cache": json.dumps(str(folder / "cache")),
         "start.members": peers,
         "network.join_timeout": '"120s"',
         "log.format": '"json"',

@@ -102,6 +102,9 @@ class StorageSettings(Section):
     """Where this peer keeps its identity, checkpoints, token cache and journals."""
 
     dir: str = Field(default="peer-data", min_length=1, description="The folder. One peer at a time.")
+    cache: str = Field(
+        default="", description='Folder for tokens; peers of one machine may share one. "": in storage.dir.'
+    )
 
 
 class CheckpointSettings(Section):

@@ -29,7 +29,7 @@ SMALL_LLAMA: Mapping[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 344,
     "num_attention_heads": 4,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
 }
@@ -80,7 +80,7 @@ class ModelSpec(Section):
         "or of the folder's own configuration.",
     )
     context: int = Field(
-        default=128,
+        default=64,
         ge=2,
         le=1 << 20,
         description="Tokens the model sees at once. More is slower and takes more memory.",
@@ -161,7 +161,7 @@ class RoundSpec(Section):
 class InnerSpec(Section):
     """The optimizer of a peer's own steps: AdamW, warm-up, cosine."""
 
-    lr: float = Field(default=2e-3, gt=0, le=10, description="Highest learning rate.")
+    lr: float = Field(default=1e-3, gt=0, le=10, description="Highest learning rate.")
     warmup_steps: int = Field(default=20, ge=0, le=10**9, description="Steps over which the learning rate rises to it.")
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="What is left of it at the end of the run.")
     weight_decay: float = Field(default=0.1, ge=0, le=10, description="Decoupled decay of weight matrices.")
