@@ -22,8 +22,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt -e '.[dev,report]'
 	@touch $@
 
-swarm: $(READY) ## Train with four peers on this machine; the report goes to runs/swarm
-	$(BIN)/peer swarm --peers 4 --rounds 8 --out runs/swarm
+swarm: $(READY) ## Train with four peers on this machine; the report goes to runs/<time>
+	$(BIN)/peer swarm --peers 4 --rounds 8
 
 test: $(READY) ## Run the tests; fails under 85 % line coverage
 	$(BIN)/python -m pytest --cov=peer --cov-report=term --cov-fail-under=85

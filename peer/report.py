@@ -157,12 +157,15 @@ def _draw_loss(figure: Figure, records: Sequence[Record]) -> None:
         steps = [row["step"] for row in record.steps]
         losses = [_or_nan(row.get("loss")) for row in record.steps]
         (line,) = axes.plot(steps, losses, color=f"C{number % 10}", linewidth=0.9, alpha=0.75, label=record.id[:16])
-        ends = {row.get("round"): row["step"] for row in record.steps}  # ascending, so each round's last step stays
+        # Measured where a round starts; reversed, so that each round's first step stays.
+        starts = {row.get("round"): row["step"] for row in reversed(record.steps)}
         held_out = [
-            (ends[row["round"]], loss)
+            (starts[row["round"]], loss)
             for row in record.rounds
-            if row["round"] in ends and (loss := _finite(row.get("eval_loss"))) is not None
+            if row["round"] in starts and (loss := _finite(row.get("eval_loss"))) is not None
         ]
+        if steps and (last := _finite(record.summary.get("eval_loss_last"))) is not None:
+            held_out.append((steps[-1] + 1, last))
         if held_out:
             axes.plot(*zip(*held_out, strict=True), "o", color=line.get_color(), markersize=4, markeredgecolor="black")
     axes.plot([], [], "o", color="white", markersize=4, markeredgecolor="black", label="held-out")
