@@ -155,6 +155,21 @@ def test_a_tiny_block_survives_beside_a_huge_one(name, levels):
     assert float(decoded[256:].mean()) == pytest.approx(1e-9, rel=0.05)
 
 
+@pytest.mark.parametrize("n", [1, 100, 5000, 200_000])
+def test_values_that_do_not_compress_still_fit_the_largest_legal_payload(n):
+    bits = torch.randint(0, 0x7F80, (n,), generator=torch.Generator().manual_seed(4))  # every finite exponent
+    values = bits.to(torch.int16).view(torch.bfloat16).float()
+    assert len(by_name("bf16").encode(values, 0)) <= by_name("bf16").max_size(n)
+    assert torch.equal(through("bf16", values), values)
+
+
+@every_codec
+def test_coding_draws_nothing_from_the_generator_that_training_uses(name):
+    before = torch.get_rng_state()
+    through(name, randoms(1000))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 # What rounding does to means.
 
 
@@ -212,6 +227,20 @@ def test_cut_or_padded_payloads_are_refused(name):
         assert refused(name, payload + tail, n) in ("size", "codec")
     assert refused(name, payload, n - 256) in ("size", "codec")
     assert refused(name, payload, n + 256) in ("size", "codec")
+
+
+@every_codec
+def test_a_payload_is_looked_at_before_memory_is_taken_for_its_values(name):
+    payload = by_name(name).encode(randoms(1000), 1)
+    assert refused(name, payload, 1 << 44) in ("size", "codec")
+
+
+@every_codec
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_a_payload_may_lie_anywhere_in_a_message(name, offset):
+    payload = by_name(name).encode(randoms(1001), 1)
+    inside = memoryview(bytes(offset) + payload + b"rest")[offset:-4]
+    assert torch.equal(by_name(name).decode(inside, 1001), by_name(name).decode(payload, 1001))
 
 
 @every_codec
