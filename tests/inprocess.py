@@ -159,6 +159,11 @@ def layout() -> Layout:
     return Layout.of_shapes(SHAPES, 1024)
 
 
+def start_point() -> torch.Tensor:
+    """Return where all peers of a team start."""
+    return torch.randn(layout().n_params, generator=torch.Generator().manual_seed(99))
+
+
 @contextmanager
 def team(run: RunSpec, size: int, shared_start: bool = True) -> Iterator[Team]:
     """Build peers a, b, c, ... that know each other."""
@@ -167,7 +172,7 @@ def team(run: RunSpec, size: int, shared_start: bool = True) -> Iterator[Team]:
     net = network.ask(Loopback)
     ids = [chr(ord("a") + i) for i in range(size)]
     members = tuple(Member(id_, id_, from_round=0, round=0) for id_ in ids)
-    start = torch.randn(shape.n_params, generator=torch.Generator().manual_seed(99))
+    start = start_point()
     peers = []
     for number, id_ in enumerate(ids):
         own = start if shared_start else start + 0.1 * number

@@ -164,7 +164,8 @@ class Exchange:
             task.cancel()
 
     async def _coding_ends(self) -> None:
-        running = [asyncio.wrap_future(job) for job in self._jobs if not job.cancel()]
+        jobs = list(self._jobs)  # in one go: the coders take theirs out while we look
+        running = [asyncio.wrap_future(job) for job in jobs if not job.cancel()]
         if running:
             await asyncio.wait(running)
 
