@@ -6,6 +6,7 @@ import inprocess
 import pytest
 import torch
 from inprocess import Team
+
 from peer.loopback import Link
 from peer.rounds import RoundReport
 from peer.transport import ChunkFrame, Decline, Form, Open, Part, Stage

@@ -49,7 +49,7 @@ class Inbox:
     stream: Stream
     agreed: frozenset[int]  # chunks for which it holds our reference
     finals: tuple[int, ...]  # chunks that were final before it dialled in, sent as they stand
-    results: asyncio.Queue[Result | int | None] = field(default_factory=lambda: asyncio.Queue(WAITING_RESULTS))
+    results: asyncio.Queue[Result | None] = field(default_factory=lambda: asyncio.Queue(WAITING_RESULTS))
     passed: int = -1  # no contribution for this chunk or an earlier one comes any more
     slow: bool = False  # it kept the others waiting once; from then on it gets only what it has room for
 
@@ -223,46 +223,54 @@ class Owned(Exchange):
             reduced = None
             if count and not self.closed:
                 reduced = await self._code(self.quantity.reduce, chunk, reduction.sum, count)
-            del self._reductions[chunk]
-        reduction.sum = torch.empty(0)
+            reduction.sum = torch.empty(0)
         if reduced is not None:
-            for inbox in list(self._inboxes.values()):
-                await self._deliver(inbox, (chunk, *reduced, count + 1))
+            await self._dispatch((chunk, *reduced, count + 1))
+        del self._reductions[chunk]  # only now: an exchange is not complete while a result is still to be queued
         self._room.release()
         self._recheck()
 
-    async def _deliver(self, inbox: Inbox, result: Result) -> None:
+    async def _dispatch(self, result: Result) -> None:
+        """Queue a result for every member that listens, in full for those that hold another reference."""
         chunk, form = result[:2]
-        item = result if form is Form.PLAIN or chunk in inbox.agreed else chunk
-        if inbox.member in self.gone or (inbox.slow and inbox.results.full()):
+        listening = [inbox for inbox in self._inboxes.values() if inbox.member not in self.gone]
+        apart = [] if form is Form.PLAIN else [inbox for inbox in listening if chunk not in inbox.agreed]
+        whole = await self._as_it_stands(chunk) if apart else None
+        for inbox in listening:
+            item = whole if inbox in apart else result
+            if item is not None:
+                await self._deliver(inbox, item)
+
+    async def _deliver(self, inbox: Inbox, result: Result) -> None:
+        if inbox.slow and inbox.results.full():
             return
         try:
             async with asyncio.timeout(PATIENCE_S):
-                await inbox.results.put(item)
+                await inbox.results.put(result)
             inbox.slow = False
         except TimeoutError:
             inbox.slow = True
 
     async def _write(self, inbox: Inbox) -> None:
         for chunk in inbox.finals:
-            await self._send_as_it_stands(inbox, chunk)
-        while (item := await inbox.results.get()) is not None:
-            if isinstance(item, int):
-                await self._send_as_it_stands(inbox, item)
-            else:
-                chunk, form, codec, payload, contributors = item
-                await self._send_chunk(inbox.stream, chunk, Part.RESULT, form, codec, payload, contributors)
+            if (whole := await self._as_it_stands(chunk)) is not None:
+                await self._send_result(inbox, whole)
+        while (result := await inbox.results.get()) is not None:
+            await self._send_result(inbox, result)
         await inbox.stream.send(Done(Part.RESULT))
         await inbox.stream.finish()
 
-    async def _send_as_it_stands(self, inbox: Inbox, chunk: int) -> None:
-        """Send a final chunk in full, to a member that does not hold the reference of its result."""
+    async def _send_result(self, inbox: Inbox, result: Result) -> None:
+        chunk, form, codec, payload, contributors = result
+        await self._send_chunk(inbox.stream, chunk, Part.RESULT, form, codec, payload, contributors)
+
+    async def _as_it_stands(self, chunk: int) -> Result | None:
+        """Return a final chunk in full, for members that cannot apply its result as a difference."""
         if self.closed or (value := await self._code(self.quantity.settled, chunk)) is None:
-            return
+            return None
         fp32 = codecs.by_name("fp32")
         payload = await self._code(fp32.encode, value, 0)
-        contributors = self.quantity.contributors[chunk]
-        await self._send_chunk(inbox.stream, chunk, Part.RESULT, Form.PLAIN, fp32, payload, contributors)
+        return chunk, Form.PLAIN, fp32, payload, self.quantity.contributors[chunk]
 
     # Ending.
 
