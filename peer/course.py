@@ -86,6 +86,7 @@ class Course:
             if not mid_round:
                 self._stay_with_swarm()
             self.metrics.at_round(self.round)
+            self.saved = False
             began = self.step
             report = self.rounds.run(self.round, began, (lambda: None) if mid_round else self._look)
             mid_round = False
@@ -95,7 +96,6 @@ class Course:
                 break
             self._conclude(report)
             self.round, self.step = self.round + 1, 0
-            self.saved = False
             if self.round % self.settings.checkpoint.every == 0 and self.round < self.spec.round.count:
                 self.save()
         if self.round >= self.spec.round.count and self.step == 0 and not self.stop.asked.is_set():
