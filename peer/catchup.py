@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -28,6 +28,9 @@ from peer.transport import StateChunk, StatePosition, StateRequest, Transport, V
 
 SILENCE_S = 10.0  # longest wait for the next item; a slow link may take as long as it needs in all
 PASSES = 3
+TAKE_TRIES = 20
+TAKE_PAUSE_S = 0.25
+NOT_WANTED = b"\xff" * 8  # in place of a hash: do not send this one
 
 logger = log.get(__name__)
 
@@ -51,14 +54,18 @@ class Shelf:
             bounds.start : bounds.stop
         ]
 
-    def hashes(self) -> bytes:
-        """Return 24 bytes a chunk: hashes of z, v and x."""
+    def hashes(self, only: Collection[int] | None = None) -> bytes:
+        """Return 24 bytes a chunk: hashes of z, v and x, or NOT_WANTED for chunks outside `only`."""
         return b"".join(
-            tensor_hash(self.slice(vector, chunk)) for chunk in range(len(self.rounds)) for vector in Vector
+            tensor_hash(self.slice(vector, chunk)) if only is None or chunk in only else NOT_WANTED
+            for chunk in range(len(self.rounds))
+            for vector in Vector
         )
 
     def read(self, vector: Vector, chunk: int, known: bytes) -> StateChunk | None:
         """Copy one chunk out, None if the asker holds it already."""
+        if known == NOT_WANTED:
+            return None
         with self.guard:
             values = self.slice(vector, chunk)
             if tensor_hash(values) == known:
@@ -135,6 +142,27 @@ class Asker:
             except (TransportError, FrameError, RefusedError) as error:
                 logger.warning("donor failed", address=address, why=str(error))
         return None
+
+    async def take(self, address: str, chunks: Collection[int], round_: int) -> bool:
+        """Take some chunks of a round from one member; False when it does not give them, whole and of that round."""
+        loop = asyncio.get_running_loop()
+        for _ in range(TAKE_TRIES):
+            have = await loop.run_in_executor(self.coding, self.shelf.hashes, chunks)
+            request = StateRequest(self.run, self.shelf.layout.digest, have)
+            behind = False
+            try:
+                async for item in self.transport.state(address, request, SILENCE_S):
+                    if isinstance(item, StateChunk) and item.chunk in chunks:
+                        if item.round == round_:
+                            await loop.run_in_executor(self.coding, self.shelf.write, item)
+                        behind = behind or item.round != round_
+            except (TransportError, FrameError, RefusedError) as error:
+                logger.warning("chunks not given", address=address, why=str(error))
+                return False
+            if not behind:
+                return True
+            await asyncio.sleep(TAKE_PAUSE_S)  # it has not ended its round yet
+        return False
 
     async def _from(self, address: str) -> StatePosition:
         position = await self._one_pass(address)

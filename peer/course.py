@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +47,9 @@ class Swarm(Protocol):
     def catch_up(self, donors: list[str]) -> StatePosition | None:
         """Take z, v and x from the first of these addresses that gives them."""
 
+    def take(self, address: str, chunks: Collection[int], round_: int) -> bool:
+        """Take z, v and x of some chunks as a member has them at the start of a round."""
+
     def compare(self, round_: int, log_probs: torch.Tensor) -> None:
         """Offer this round's predictions and measure the distance to another member's."""
 
@@ -78,6 +81,7 @@ class Course:
     last_l2: float | None = None
     last_loss: float | None = None
     saved: bool = False
+    apart: Mapping[str, Collection[int]] = field(default_factory=dict)  # owner -> chunks to take from it
 
     def run(self) -> None:
         """Run to the end of the run, or until asked to end; either way the state is saved."""
@@ -157,12 +161,27 @@ class Course:
             if not self.catch_up():
                 logger.warning("no member gives its state; going on alone", round=self.round)
         elif self.step == 0:
+            self._agree()
             steps = self.spec.round.steps
             others = [m for m in self.swarm.roster(self.round) if m.id != self.me]
             late = statistics.median_low([(m.round - self.round) * steps + m.step for m in others]) if others else 0
             if late > LATE_SHARE * steps:
                 self.step = min(late, int((1 - LATE_SHARE) * steps))
                 logger.info("beginning late in the round", round=self.round, step=self.step)
+
+    def _agree(self) -> None:
+        """Take over chunks that a degraded round of DiLoCo left unlike their owner's: nothing else makes them equal."""
+        addresses = {member.id: member.address for member in self.swarm.view()}
+        started = time.monotonic()
+        for owner, chunks in self.apart.items():
+            if chunks and addresses.get(owner) and self.swarm.take(addresses[owner], frozenset(chunks), self.round):
+                logger.info("agree again", owner=owner, chunks=len(chunks), round=self.round)
+                for chunk in chunks:
+                    bounds = self.shelf.layout.chunks[chunk]
+                    self.trainer.write(bounds.start, bounds.stop, self.shelf.vectors.z[bounds.start : bounds.stop])
+        if any(self.apart.values()):
+            self.metrics.stall("catchup", time.monotonic() - started)
+        self.apart = {}
 
     # Looking.
 
@@ -188,6 +207,8 @@ class Course:
 
     def _conclude(self, report: RoundReport) -> None:
         self.planned_bytes += report.planned_bytes
+        if self.spec.mixing.mix1.strategy == "none" and report.mix2 is not None:
+            self.apart = report.mix2.apart
         self.last_loss = report.loss
         js = self.swarm.distance(report.round)
         self.last_js = js if js is not None else self.last_js

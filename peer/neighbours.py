@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -68,6 +68,9 @@ class Neighbours:
 
     def catch_up(self, donors: list[str]) -> StatePosition | None:
         return wait_unless_asked(self.network, self.stop, self.asker.catch_up(donors))
+
+    def take(self, address: str, chunks: Collection[int], round_: int) -> bool:
+        return wait_unless_asked(self.network, self.stop, self.asker.take(address, chunks, round_))
 
     def compare(self, round_: int, log_probs: torch.Tensor) -> None:
         self.network.start(self.agreement.show(round_, log_probs, self.roster(round_)))

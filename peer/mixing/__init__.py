@@ -4,6 +4,7 @@ quantity   what is mixed, and every write into the vectors
 exchange   what both shapes share; direct and owned are the shapes
 mixer      the exchanges of one peer, seen from the training thread and from incoming streams
 """
+
 from __future__ import annotations
 
 from peer.mixing.exchange import Links, Outcome, Pacer

@@ -12,7 +12,7 @@ import random
 import zlib
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from peer import log
@@ -43,6 +43,7 @@ class Outcome:
     local: int  # none but our own
     members: int  # peers in the fullest average, this one included
     ahead: int = -1  # latest round another member said it is in, when that is past ours
+    apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # owner -> chunks it holds unlike us
 
     @property
     def label(self) -> Literal["full", "degraded", "failed"]:
@@ -92,6 +93,7 @@ class Exchange:
         self.stage = quantity.stage
         self.closed = False
         self.ahead = -1
+        self.apart: dict[str, tuple[int, ...]] = {}
         self.complete = asyncio.Event()
         self.gone: set[str] = set()
         self._last_frame_at: dict[str, float] = {}
@@ -174,7 +176,9 @@ class Exchange:
         counts = self.quantity.contributors
         local = counts.count(0)
         mixed = sum(1 for count in counts if count >= whole)
-        return Outcome(self.stage, mixed, len(counts) - mixed - local, local, max(1, *counts), self.ahead)
+        return Outcome(
+            self.stage, mixed, len(counts) - mixed - local, local, max(1, *counts), self.ahead, dict(self.apart)
+        )
 
     # Pieces that both shapes use.
 

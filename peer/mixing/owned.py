@@ -34,6 +34,7 @@ class Reduction:
 
     chunk: int
     opened_at: float
+    memory: torch.Tensor  # as long as the largest chunk; the sum is its beginning
     sum: torch.Tensor
     got: set[str] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -64,6 +65,7 @@ class Owned(Exchange):
         self._others = frozenset(plan.parties) - {links.me}
         self._reductions: dict[int, Reduction] = {}
         self._room = asyncio.Semaphore(OPEN_CHUNKS)
+        self._spare: list[torch.Tensor] = []  # sums to use again; ever fresh ones leave a heap full of holes
         self._inboxes: dict[str, Inbox] = {}
         self._finishing: set[asyncio.Task[None]] = set()
         self._dialling: dict[str, asyncio.Task[None]] = {}
@@ -91,6 +93,8 @@ class Owned(Exchange):
             theirs = _by_chunk(answer.chunks, answer.references)
             ours = _by_chunk(chunks, await self._code(self._references, chunks))
             agreed = {chunk for chunk, name in ours.items() if name != NO_REFERENCE and theirs.get(chunk) == name}
+            unlike = (chunk for chunk, name in ours.items() if NO_REFERENCE != theirs.get(chunk, name) != name)
+            self.apart[owner] = tuple(unlike)
             accepted = [chunk for chunk in chunks if chunk in theirs]
             await both(self._send(stream, accepted, agreed), self._receive(stream, owner, frozenset(owned)))
             await stream.finish()
@@ -194,8 +198,12 @@ class Owned(Exchange):
             if self.closed or self.quantity.contributors[chunk] or chunk in self._reductions:
                 self._room.release()
             else:
-                self._reductions[chunk] = Reduction(chunk, self._now(), torch.zeros(self.quantity.size(chunk)))
+                self._reductions[chunk] = self._open(chunk)
         return self._reductions.get(chunk)
+
+    def _open(self, chunk: int) -> Reduction:
+        memory = self._spare.pop() if self._spare else torch.empty(max(map(self.quantity.size, self._mine)))
+        return Reduction(chunk, self._now(), memory, memory[: self.quantity.size(chunk)].zero_())
 
     def _recheck(self) -> None:
         """Finish every open chunk that nobody has to be waited for any more."""
@@ -223,7 +231,8 @@ class Owned(Exchange):
             reduced = None
             if count and not self.closed:
                 reduced = await self._code(self.quantity.reduce, chunk, reduction.sum, count)
-            reduction.sum = torch.empty(0)
+            if not self.closed:
+                self._spare.append(reduction.memory)
         if reduced is not None:
             await self._dispatch((chunk, *reduced, count + 1))
         del self._reductions[chunk]  # only now: an exchange is not complete while a result is still to be queued
@@ -321,6 +330,7 @@ class Owned(Exchange):
 
     def _closing(self) -> None:
         """Results that are ready still go out, for a bounded time; sums that are not whole end here."""
+        self._spare.clear()
         self._end_results()
         asyncio.get_running_loop().call_later(LINGER_S, self._stop_serving)
 

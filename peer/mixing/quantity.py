@@ -253,6 +253,13 @@ class OuterGradients(Quantity):
         bounds = self.layout.chunks[chunk]
         self._parameters.write(bounds.start, bounds.stop, values)
 
+    def reference_hash(self, chunk: int) -> bytes:
+        """Name z, where all peers should hold the same one: whoever differs from a chunk's owner finds out by this."""
+        if not self._equal:
+            return NO_REFERENCE
+        bounds = self.layout.chunks[chunk]
+        return tensor_hash(self._z[bounds.start : bounds.stop])
+
     def settled(self, chunk: int) -> torch.Tensor | None:
         if not self._equal or self.contributors[chunk] < 2:
             return None
