@@ -1,7 +1,8 @@
 """Getting into a swarm: ask one address after another until a member lets this peer in.
 
 The one thing to get wrong: a refusal is final, silence is not. Silence is asked again with growing, jittered pauses
-until the time is up; then every address is named with what was wrong there.
+until the time is up; then every address is named with what was wrong there. A refusal counts once the other addresses
+have been asked too: where a member once was, another run may live by now.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import random
 from collections.abc import Sequence
 
 from peer import log
-from peer.errors import JoinError, TransportError
+from peer.errors import JoinError, RefusedError, TransportError
 from peer.transport import JoinReply, JoinRequest, Transport
 
 ASK_TIMEOUT_S = 5.0
@@ -28,13 +29,19 @@ async def join(transport: Transport, addresses: Sequence[str], request: JoinRequ
     pause_s = 0.25
     wrong: dict[str, str] = {}
     while True:
+        refusal: RefusedError | None = None
         for address in addresses:
             try:
                 return await transport.join(address, request, min(ASK_TIMEOUT_S, timeout_s))
+            except RefusedError as error:
+                logger.info("refused", address=address, why=error.reason)
+                refusal = refusal or error
             except TransportError as error:
                 if wrong.get(address) != str(error):
                     logger.info("bootstrap does not answer", address=address, why=str(error))
                 wrong[address] = str(error)
+        if refusal is not None:
+            raise refusal
         left_s = give_up_at - loop.time()
         if left_s <= 0:
             raise JoinError(list(wrong.items()))
