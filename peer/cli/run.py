@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from peer.cli.options import ConfigFile, Overrides
+
+if TYPE_CHECKING:
+    from peer.rounds import Stop
 
 
 def run(
@@ -51,6 +54,7 @@ def run(
     merged = load(config, overrides=overrides or (), flags=flags)
     log.configure(merged.settings.log.level, merged.settings.log.format)
 
+    _end_on_signals(None)
     from peer.daemon import Daemon  # torch takes seconds; a wrong flag should not
     from peer.rounds import Stop
 
@@ -59,8 +63,12 @@ def run(
     Daemon(merged, stop).run()
 
 
-def _end_on_signals(stop: Any) -> None:
+def _end_on_signals(stop: Stop | None) -> None:
+    """Ask to end on the first signal, end at once on a second Ctrl-C. Without a `stop` nothing has begun: end now."""
+
     def handle(number: int, _frame: Any) -> None:
+        if stop is None:
+            os._exit(0)
         if stop.asked.is_set() and number == signal.SIGINT:
             os._exit(130)
         stop.ask()
