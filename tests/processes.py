@@ -119,7 +119,7 @@ class Peer:
 
         def there() -> dict[str, Any] | None:
             status = self.status()
-            return status if status and (status["round"], status["step"]) >= (round_, step) else None
+            return status if status and (status.get("round", -1), status.get("step", 0)) >= (round_, step) else None
 
         return until(there, f"{self.folder.name} at round {round_}, step {step}")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,12 +85,10 @@ def test_a_port_in_use_exits_2_and_names_it(tmp_path: Path, taken: str, flag: st
     assert "in use" in words
 
 
-@pytest.mark.parametrize("content", [None, ""])
-def test_a_corpus_without_text_exits_2(tmp_path: Path, content: str | None) -> None:
+def test_a_corpus_without_text_exits_2(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
-    if content is not None:
-        (corpus / "empty.txt").write_text(content)
+    (corpus / "empty.txt").touch()
     code, words = run(tmp_path, "--set", f'data.source="{corpus}"')
     assert code == 2
     assert str(corpus) in words
@@ -146,6 +146,21 @@ def test_without_a_running_peer_status_and_members_say_how_to_start_one(tmp_path
     told = processes.command(command, "--data-dir", "mine", cwd=tmp_path)
     assert (told.returncode, told.stdout) == (1, "")
     assert "peer run --data-dir mine" in told.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to see which signals are handled")
+def test_asked_to_end_while_it_is_still_loading_a_peer_ends_with_0(crew: Crew) -> None:
+    peer = crew.start("early", HOST)
+    caught = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
+
+    def handled() -> bool:
+        found = caught.search(Path(f"/proc/{peer.process.pid}/status").read_text())
+        return found is not None and bool(int(found[1], 16) >> (signal.SIGHUP - 1) & 1)
+
+    until(handled, "signals handled")
+    peer.send(signal.SIGHUP)
+    assert (peer.ended(), peer.log) == (0, "")
+    assert not peer.folder.exists()
 
 
 def test_a_second_ctrl_c_ends_at_once_with_130(crew: Crew) -> None:

@@ -115,7 +115,7 @@ def test_a_fifth_peer_joins_with_one_address_and_ctrl_c_ends_all_in_order(tmp_pa
         def at_round(round_: int) -> dict[str, Any] | None:
             assert process.poll() is None, (tmp_path / "swarm.log").read_text()
             status = processes.ask(out / "peer-2")
-            return status if status and status["round"] >= round_ else None
+            return status if status and status.get("round", -1) >= round_ else None
 
         met = until(lambda: at_round(4), "the swarm at round 4")
         fifth = crew.start("fifth", {"device.threads": 1, "eval.batches": 4}, "--bootstrap", met["address"])
