@@ -1,4 +1,5 @@
 """`python -m peer`."""
+
 from __future__ import annotations
 
 import sys

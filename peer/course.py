@@ -23,9 +23,10 @@ from peer.home import Home
 from peer.log import Journal
 from peer.membership import Member, State, swarm_round
 from peer.metrics import Metrics
-from peer.rounds import RoundReport, Rounds, Stop
+from peer.rounds import RoundReport, Rounds
 from peer.trainer import Trainer
 from peer.transport import StatePosition
+from peer.waiting import Stop
 
 LATE_SHARE = 0.25  # of a round: a peer that begins later than this after the others runs fewer steps, to end with them
 

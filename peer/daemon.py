@@ -26,9 +26,9 @@ from peer.catchup import Asker, Donor, Shelf
 from peer.config import Config, RunSpec, Settings, differing, parse_address, spec_fields_set
 from peer.course import Course
 from peer.data import load_corpus
-from peer.errors import JoinError, PeerError, UsageError
+from peer.errors import CheckpointError, JoinError, PeerError, UsageError
 from peer.home import Home, open_home
-from peer.joining import join
+from peer.joining import check_paths, join
 from peer.log import Journal
 from peer.membership import Change, Member, Membership, State
 from peer.metrics import Metrics
@@ -37,12 +37,13 @@ from peer.neighbours import Interrupted, Neighbours, wait_unless_asked
 from peer.network import Network
 from peer.outer import Vectors
 from peer.probe import Probe
-from peer.rounds import Rounds, Stop
+from peer.rounds import Rounds
 from peer.rpc_client import GrpcTransport
 from peer.rpc_server import AdminServer, Server
 from peer.service import PROTOCOL, Inside, PeerService
 from peer.trainer import Trainer
 from peer.transport import JoinReply, JoinRequest, StatePosition
+from peer.waiting import Stop
 
 SERVER_GRACE_S = 1.0
 GOODBYE_S = 3.0
@@ -98,6 +99,7 @@ class Daemon:
         reply = self._join(home, snapshot)
         if reply is not None:
             spec = RunSpec.from_json(reply.spec)
+            check_paths(self.config, spec)
         else:
             spec = spec_of(snapshot) if snapshot is not None else self.config.spec
         self.config.adopt(spec)  # settings that do not fit the swarm's spec are the operator's to mend
@@ -175,7 +177,7 @@ class Daemon:
     ) -> Course:
         settings, network, metrics, transport = self.settings, self._network, self.metrics, self._transport
         layout = learner.layout
-        checkpoint.check_space(home.checkpoints, checkpoint.BYTES_PER_PARAM * layout.n_params, settings.checkpoint.keep)
+        check_space(home, layout.n_params, settings.checkpoint.keep)
         shelf = Shelf.of(layout, first_vectors(learner) if snapshot is None else snapshot.vectors)
         frame = wire.frame_bytes(4 * max(chunk.size for chunk in layout.chunks), len(layout.chunks))
         me = Member(home.id, self._address, home.incarnation, State.ALIVE, upload_bps=settings.network.upload or 0)
@@ -292,6 +294,14 @@ def begin_training(spec: RunSpec, settings: Settings, home: Home, starts: bool) 
         ids = corpus.heldout.probe_ids(spec.probe.tokens).numpy().astype("<i4").tobytes()
         spec = spec.replaced(probe__ids=base64.b64encode(ids).decode())
     return spec, trainer.ModelTrainer(spec, settings, model.build(spec, tokenizer), corpus, home.id)
+
+
+def check_space(home: Home, n_params: int, keep: int) -> None:
+    """Raise UsageError now rather than fail at the first save, hours later."""
+    try:
+        checkpoint.check_space(home.checkpoints, checkpoint.BYTES_PER_PARAM * n_params, keep)
+    except CheckpointError as error:
+        raise UsageError(str(error)) from None
 
 
 def spec_of(snapshot: checkpoint.Snapshot) -> RunSpec:

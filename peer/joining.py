@@ -8,8 +8,10 @@ have been asked too: where a member once was, another run may live by now.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from peer import log
 from peer.errors import JoinError, RefusedError, TransportError
@@ -47,3 +49,18 @@ async def join(transport: Transport, addresses: Sequence[str], request: JoinRequ
             raise JoinError(list(wrong.items()))
         await asyncio.sleep(min(left_s, jitter.uniform(0.05, pause_s)))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def check_paths(config: Config, spec: RunSpec) -> None:
+    """Raise UsageError where a swarm's spec names files of this machine that its operator did not name.
+
+    What is read is trained on, and what is trained on can be read out of the gradients: a stranger must not choose it.
+    """
+    named = {"data.source": spec.data.source, "model.path": spec.model.path, "tokenizer.path": spec.tokenizer.path}
+    for name, value in named.items():
+        here = value.startswith(("/", ".", "~")) or Path(value).exists()
+        if value and here and config.origins.get(name, "default") == "default":
+            raise UsageError(
+                f"the swarm's {name} is {value!r}, which names files of this machine; if the run may read them, "
+                f"say so with --set {name}={json.dumps(value)}"
+            )

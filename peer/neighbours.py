@@ -14,8 +14,8 @@ from peer.catchup import Asker
 from peer.errors import PeerError
 from peer.membership import Member, Membership, roster
 from peer.network import Network
-from peer.rounds import Stop
 from peer.transport import StatePosition
+from peer.waiting import Stop
 
 T = TypeVar("T")
 

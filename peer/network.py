@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from peer.waiting import result_of
+
 T = TypeVar("T")
 
 CODERS = 2  # one codes while the other hashes or writes; more would take cores from training
@@ -46,7 +48,7 @@ class Network:
         """Run something on the loop and wait for it. Not from the loop's own thread."""
         future = self.start(work)
         try:
-            return future.result(timeout_s)
+            return future.result() if timeout_s is None else result_of(future, timeout_s)
         except TimeoutError:
             future.cancel()
             raise
@@ -107,17 +109,23 @@ def _become_coder() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Have glibc reuse the memory of chunks and frames instead of giving it back to the system each time.
+    """Have glibc reuse the memory of chunks and frames, and keep all of it in one heap.
 
-    By default each buffer of a MiB or more is mapped, filled with zeros page by page, and unmapped: half of
-    the CPU time of gRPC. Where the C library is another one this does nothing.
+    By default each buffer of a MiB or more is mapped, filled with zeros page by page and unmapped, which is half of the
+    CPU time of gRPC; and each thread's heap keeps holes of its own, where a chunk is rarely freed by who made it.
     """
-    if sys.platform != "linux":
-        return
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:
-        return
-    m_trim_threshold, m_mmap_threshold = -1, -3
-    mallopt(m_mmap_threshold, 32 << 20)
-    mallopt(m_trim_threshold, 64 << 20)
+    m_trim_threshold, m_mmap_threshold, m_arena_max = -1, -3, -8
+    _glibc("mallopt", m_mmap_threshold, 32 << 20)
+    _glibc("mallopt", m_trim_threshold, 64 << 20)
+    _glibc("mallopt", m_arena_max, 1)
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the system: holes that an exchange left would else add up. Takes milliseconds."""
+    _glibc("malloc_trim", 0)
+
+
+def _glibc(name: str, *arguments: int) -> None:
+    """Call a function of the C library; nothing where that is another one."""
+    if sys.platform == "linux" and (function := getattr(ctypes.CDLL(None), name, None)) is not None:
+        function(*arguments)

@@ -7,7 +7,6 @@ lives where the parameters were, and only there.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,35 +22,15 @@ from peer.membership import Member
 from peer.metrics import Metrics
 from peer.mixing import Mix, Mixer, Outcome, OuterGradients, StartingPoints
 from peer.mixing.quantity import Quantity
+from peer.network import give_back_memory
 from peer.outer import gamma_cap, outer_step
 from peer.plan import Party, Plan
 from peer.trainer import Trainer
-from peer.transport import Stage
+from peer.waiting import Stop
 
 SETTLE_SHARE = 0.75  # of a round's steps, after which owners of Mix1 wait for nobody
 
 logger = log.get(__name__)
-
-
-class Stop:
-    """Asked to end. Waits that can be long hang their wake-up here."""
-
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-        self._wake: list[Callable[[], None]] = []
-
-    def ask(self) -> None:
-        """From a signal handler or any thread."""
-        self.asked.set()
-        for wake in list(self._wake):
-            wake()
-
-    def on_ask(self, wake: Callable[[], None]) -> Callable[[], None]:
-        """Call `wake` when asked to end; returns how to take it back."""
-        self._wake.append(wake)
-        if self.asked.is_set():
-            wake()
-        return lambda: self._wake.remove(wake) if wake in self._wake else None
 
 
 class Others(Protocol):
@@ -106,6 +85,7 @@ class Rounds:
         self.stop = stop
         self.rate_bps: int | None = None  # the configured upload rate, for deadlines
         self.mixer: Mixer | None = None  # None: no network at all
+        self._ended_at: float | None = None  # a round lasts from the end of the one before it, saving and all
         self._sizes = [chunk.stop - chunk.start for chunk in shelf.layout.chunks]
 
     def run(self, round_: int, first_step: int = 0, after_start: Callable[[], None] = lambda: None) -> RoundReport:
@@ -130,7 +110,10 @@ class Rounds:
             if report.mix1.local == 0:
                 report.l2 = points.squared_distance**0.5
         self._outer(round_, points, gradients)
-        report.wall_s = time.perf_counter() - started
+        give_back_memory()
+        ended = time.perf_counter()
+        report.wall_s = ended - (started if self._ended_at is None else self._ended_at)
+        self._ended_at = ended
         self._count(report)
         return report
 
@@ -165,6 +148,8 @@ class Rounds:
             report.train_s += result.seconds
             report.losses.append((report.round * total + step, result.loss, result.tokens, result.seconds))
             self.metrics.step(result.loss, result.tokens, result.seconds)
+            if result.skipped:
+                self.metrics.nonfinite_step()
             if mix1 is not None and step + 1 >= settle_at:
                 mix1.settle()
                 settle_at = total + 1
@@ -205,7 +190,6 @@ class Rounds:
             report.deadline_s = self._deadline_s(report.planned_bytes - before)
             report.waited_s = self._wait(mix2, report.deadline_s)
             report.mix2 = self._close(mix2)
-            self.metrics.mix(Stage.MIX2, report.waited_s)
             self.metrics.stall("mix2", report.waited_s)
         return gradients
 
@@ -224,6 +208,7 @@ class Rounds:
         for name in ("mixed", "partial", "local"):
             self.metrics.chunks(outcome.stage, name, getattr(outcome, name))
         self.metrics.exchange(outcome.stage, outcome.label)
+        self.metrics.mix(outcome.stage, outcome.seconds)
         return outcome
 
     def _outer(self, round_: int, points: StartingPoints, gradients: OuterGradients) -> None:

@@ -22,9 +22,10 @@ from peer.metrics import Metrics
 from peer.mixing import Links, Mixer, Pacer
 from peer.network import Network
 from peer.outer import Vectors
-from peer.rounds import RoundReport, Rounds, Stop
+from peer.rounds import RoundReport, Rounds
 from peer.trainer import StepResult
 from peer.transport import Stage, StatePosition, StateRequest
+from peer.waiting import Stop
 
 SHAPES = (
     ("model.embed_tokens.weight", (48, 32)),

@@ -15,6 +15,7 @@ ROOT = Path(peer.__file__).parent
 # A part imports only parts that stand before it.
 ORDER = (
     "errors",
+    "waiting",
     "log",
     "config",
     "home",

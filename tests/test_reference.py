@@ -14,8 +14,9 @@ from peer.membership import Member
 from peer.metrics import Metrics
 from peer.model import build
 from peer.outer import Vectors
-from peer.rounds import Rounds, Stop
+from peer.rounds import Rounds
 from peer.trainer import ModelTrainer, learning_rate
+from peer.waiting import Stop
 
 ROUNDS, STEPS, CONTEXT = 3, 6, 16
 MODEL = {

@@ -11,7 +11,7 @@ import typer
 from peer.cli.options import ConfigFile, Overrides
 
 if TYPE_CHECKING:
-    from peer.rounds import Stop
+    from peer.waiting import Stop
 
 
 def run(
@@ -56,7 +56,7 @@ def run(
 
     _end_on_signals(None)
     from peer.daemon import Daemon  # torch takes seconds; a wrong flag should not
-    from peer.rounds import Stop
+    from peer.waiting import Stop
 
     stop = Stop()
     _end_on_signals(stop)

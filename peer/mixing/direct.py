@@ -40,7 +40,7 @@ class Direct(Exchange):
     def _give_up(self, member: str) -> None:
         if member == self._partner:
             self.gone.add(member)
-            self.complete.set()
+            self._set_complete()
 
     async def _as_dialler(self, stream: Stream, _chunks: tuple[int, ...], answer: Accept) -> None:
         await self._converse(stream, answer.chunks)
@@ -66,7 +66,7 @@ class Direct(Exchange):
         self._coded_to = -1
         await both(self._send(stream, they_lack), self._receive(stream))
         await stream.finish()
-        self.complete.set()
+        self._set_complete()
 
     async def _send(self, stream: Stream, they_lack: tuple[int, ...]) -> None:
         for chunk in they_lack:

@@ -42,6 +42,7 @@ class Outcome:
     partial: int  # some are
     local: int  # none but our own
     members: int  # peers in the fullest average, this one included
+    seconds: float = 0.0  # from its start until nothing more was to come, or it was closed
     ahead: int = -1  # latest round another member said it is in, when that is past ours
     apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # owner -> chunks it holds unlike us
 
@@ -93,6 +94,8 @@ class Exchange:
         self.stage = quantity.stage
         self.closed = False
         self.ahead = -1
+        self.seconds = 0.0
+        self._began_at = self._now()
         self.apart: dict[str, tuple[int, ...]] = {}
         self.complete = asyncio.Event()
         self.gone: set[str] = set()
@@ -149,13 +152,22 @@ class Exchange:
         """Stop writing into the vectors and return what became of every chunk."""
         if not self.closed:
             self.closed = True
-            self.complete.set()
+            self._set_complete()
             for task in self._tasks:
                 task.cancel()
             self._closing()
             await self._coding_ends()
             self.quantity.freeze()
         return self.outcome()
+
+    def _set_complete(self) -> None:
+        if not self.complete.is_set():
+            self.seconds = self._now() - self._began_at
+            self.complete.set()
+
+    def abandon(self) -> None:
+        """Let whoever waits go on."""
+        self._set_complete()
 
     def _closing(self) -> None:
         """End what members that dialled in still expect."""
@@ -177,7 +189,14 @@ class Exchange:
         local = counts.count(0)
         mixed = sum(1 for count in counts if count >= whole)
         return Outcome(
-            self.stage, mixed, len(counts) - mixed - local, local, max(1, *counts), self.ahead, dict(self.apart)
+            self.stage,
+            mixed,
+            len(counts) - mixed - local,
+            local,
+            max(1, *counts),
+            self.seconds,
+            self.ahead,
+            dict(self.apart),
         )
 
     # Pieces that both shapes use.

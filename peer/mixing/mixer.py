@@ -19,6 +19,7 @@ from peer.mixing.owned import Owned
 from peer.mixing.quantity import Quantity
 from peer.plan import Plan
 from peer.transport import Open, Stage, Stream
+from peer.waiting import result_of
 
 OPEN_TIMEOUT_S = 10.0
 EARLY_TIMEOUT_S = 600.0  # a bound on how long an early stream waits; its dialler gives up long before
@@ -40,12 +41,12 @@ class Mix:
 
     def abandon(self) -> None:
         """Make `wait` return now. Safe from a signal handler."""
-        self._loop.call_soon_threadsafe(self._exchange.complete.set)
+        self._loop.call_soon_threadsafe(self._exchange.abandon)
 
     def wait(self, deadline_s: float) -> None:
         """Block until the exchange is complete, at most `deadline_s`. Settles at 70 % of it."""
         done: Future[None] = asyncio.run_coroutine_threadsafe(self._until(deadline_s), self._loop)
-        done.result(deadline_s + CLOSE_TIMEOUT_S)
+        result_of(done, deadline_s + CLOSE_TIMEOUT_S)
 
     async def _until(self, deadline_s: float) -> None:
         # An owner stops waiting before those who wait for it do: its results still have to travel.
@@ -59,7 +60,7 @@ class Mix:
 
     def close(self) -> Outcome:
         """End the exchange. After this returns nothing of it touches the vectors."""
-        return asyncio.run_coroutine_threadsafe(self._exchange.close(), self._loop).result(CLOSE_TIMEOUT_S)
+        return result_of(asyncio.run_coroutine_threadsafe(self._exchange.close(), self._loop), CLOSE_TIMEOUT_S)
 
 
 class Mixer:
@@ -74,7 +75,7 @@ class Mixer:
     def start(self, plan: Plan, quantity: Quantity, addresses: Mapping[str, str]) -> Mix | None:
         """Begin a stage of a round; None when the plan has nobody to mix with. From the training thread."""
         started = asyncio.run_coroutine_threadsafe(self._start(plan, quantity, addresses), self._loop)
-        exchange = started.result(CLOSE_TIMEOUT_S)
+        exchange = result_of(started, CLOSE_TIMEOUT_S)
         return None if exchange is None else Mix(self._loop, exchange)
 
     async def _start(self, plan: Plan, quantity: Quantity, addresses: Mapping[str, str]) -> Exchange | None:

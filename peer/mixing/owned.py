@@ -301,7 +301,7 @@ class Owned(Exchange):
             return
         self._end_results()
         if not self._dialling:
-            self.complete.set()
+            self._set_complete()
 
     def _owned_done(self) -> bool:
         if self._reductions:
