@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peer import log
-from peer.errors import JoinError, RefusedError, TransportError
+from peer.config import Config, RunSpec
+from peer.errors import JoinError, RefusedError, TransportError, UsageError
 from peer.transport import JoinReply, JoinRequest, Transport
 
 ASK_TIMEOUT_S = 5.0
