@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 
-.PHONY: help setup swarm test check protos clean
+.PHONY: help setup swarm test check bench protos clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -33,6 +33,10 @@ check: $(READY) ## Lint, format, types and freshness of generated code
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict peer
 	$(BIN)/python protos/generate.py --check
+
+bench: $(READY) ## Measure what mixing costs a peer: step time and memory (ten minutes)
+	$(BIN)/python -m tests.bench.step_time
+	$(BIN)/python -m tests.bench.memory
 
 protos: $(READY) ## Generate peer/proto from protos/peer.proto
 	$(BIN)/python protos/generate.py
