@@ -82,19 +82,19 @@ class Course:
     last_l2: float | None = None
     last_loss: float | None = None
     saved: bool = False
+    inside: bool = False  # the parameters are those of a round's middle, not the z it began with
     apart: Mapping[str, Collection[int]] = field(default_factory=dict)  # owner -> chunks to take from it
 
     def run(self) -> None:
         """Run to the end of the run, or until asked to end; either way the state is saved."""
-        mid_round = self.step > 0
         while self.round < self.spec.round.count and not self.stop.asked.is_set():
-            if not mid_round:
+            if self.step == 0:
                 self._stay_with_swarm()
             self.metrics.at_round(self.round)
             self.saved = False
             began = self.step
-            report = self.rounds.run(self.round, began, (lambda: None) if mid_round else self._look)
-            mid_round = False
+            report = self.rounds.run(self.round, began, (lambda: None) if self.inside else self._look)
+            self.inside = False
             self._write_losses(report)
             if began + report.steps < self.spec.round.steps:
                 self.step = began + report.steps
@@ -261,6 +261,7 @@ class Course:
         """Go on from a checkpoint whose vectors are already on the shelf."""
         self.round = snapshot.round
         self.step = int(snapshot.meta.get("step", 0))
+        self.inside = self.step > 0
         self.trainer.load_state(snapshot.trainer)
         vectors = self.shelf.vectors
         self.trainer.write(0, vectors.z.numel(), vectors.x if self.step else vectors.z)
@@ -280,6 +281,7 @@ class Course:
     def _load_start(self) -> None:
         """Put z where the parameters are."""
         self.trainer.write(0, self.shelf.vectors.z.numel(), self.shelf.vectors.z)
+        self.inside = False
 
     def _finish(self) -> None:
         """Mix once more, so that what is kept and exported is the members' common model; measure it."""

@@ -148,7 +148,8 @@ class Daemon:
 
     def _addresses(self, home: Home) -> list[str]:
         """Return where members may be found: as configured first, then where they were last."""
-        known = dict.fromkeys([*self.settings.network.bootstrap, *home.remembered()])
+        remembered = home.remembered() if self.settings.resume else []
+        known = dict.fromkeys([*self.settings.network.bootstrap, *remembered])
         return [address for address in known if address != self._address]
 
     def _join(self, home: Home, snapshot: checkpoint.Snapshot | None) -> JoinReply | None:
@@ -187,7 +188,7 @@ class Daemon:
         def build() -> tuple[Inside, Neighbours]:
             transport.max_frame_bytes = self._server.max_frame_bytes = frame
             membership = Membership(me)
-            mixer = Mixer(links, network.loop)
+            mixer = Mixer(links, network.loop, lambda id_: m.round if (m := membership.get(id_)) else None)
             agreement = Agreement(spec.key, me.id, transport, network.coding, metrics, spec.probe.top_k)
             neighbours = Neighbours(
                 network,

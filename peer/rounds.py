@@ -28,7 +28,7 @@ from peer.plan import Party, Plan
 from peer.trainer import Trainer
 from peer.waiting import Stop
 
-SETTLE_SHARE = 0.75  # of a round's steps, after which owners of Mix1 wait for nobody
+SETTLE_SHARE = 0.75  # of the steps that this peer does in a round, after which owners of Mix1 wait for nobody
 
 logger = log.get(__name__)
 
@@ -119,7 +119,8 @@ class Rounds:
 
     def last_mix1(self, round_: int) -> RoundReport:
         """Mix the final z over the members present, so that x is the model to keep; x = z where nobody answers."""
-        codec = self.spec.mixing.mix1.codec if self.spec.mixing.mix1.strategy != "none" else "fp32"
+        # Differences need the reference that a global Mix1 leaves everywhere; pairs share none.
+        codec = self.spec.mixing.mix1.codec if self.spec.mixing.mix1.strategy == "global" else "fp32"
         report = RoundReport(round_)
         mix1, points = self._start_mix1(round_, "global", codec, report)
         if mix1 is not None:
@@ -137,7 +138,7 @@ class Rounds:
     def _inner_steps(self, report: RoundReport, first_step: int, mix1: Mix | None) -> None:
         total = self.spec.round.steps
         waited_before_s = self.trainer.data_wait_s
-        settle_at = int(SETTLE_SHARE * total)
+        settle_at = first_step + int(SETTLE_SHARE * (total - first_step))
         for step in range(first_step, total):
             if self.stop.asked.is_set():
                 break

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from peer import log
 from peer.errors import TransportError
 from peer.mixing.direct import Direct
-from peer.mixing.exchange import Exchange, Links, Outcome, decline
+from peer.mixing.exchange import Exchange, Links, Outcome, RoundOf, decline
 from peer.mixing.owned import Owned
 from peer.mixing.quantity import Quantity
 from peer.plan import Plan
@@ -31,9 +31,10 @@ logger = log.get(__name__)
 class Mix:
     """An exchange as the training thread sees it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, exchange: Exchange) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, exchange: Exchange, round_of: RoundOf) -> None:
         self._loop = loop
         self._exchange = exchange
+        self._round_of = round_of
 
     def settle(self) -> None:
         """Stop waiting for members that hold others up. Returns at once."""
@@ -49,14 +50,18 @@ class Mix:
         result_of(done, deadline_s + CLOSE_TIMEOUT_S)
 
     async def _until(self, deadline_s: float) -> None:
-        # An owner stops waiting before those who wait for it do: its results still have to travel.
-        for share_s, then in ((0.7 * deadline_s, self._exchange.settle), (0.3 * deadline_s, lambda: None)):
-            try:
-                async with asyncio.timeout(share_s):
-                    await self._exchange.complete.wait()
-                return
-            except TimeoutError:
-                then()
+        watch = asyncio.create_task(self._exchange.give_up_astray(self._round_of))
+        try:
+            # An owner stops waiting before those who wait for it do: its results still have to travel.
+            for share_s, then in ((0.7 * deadline_s, self._exchange.settle), (0.3 * deadline_s, lambda: None)):
+                try:
+                    async with asyncio.timeout(share_s):
+                        await self._exchange.complete.wait()
+                    return
+                except TimeoutError:
+                    then()
+        finally:
+            watch.cancel()
 
     def close(self) -> Outcome:
         """End the exchange. After this returns nothing of it touches the vectors."""
@@ -66,9 +71,11 @@ class Mix:
 class Mixer:
     """Where streams and exchanges find each other. Made and used on the network loop, but for `start`."""
 
-    def __init__(self, links: Links, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, links: Links, loop: asyncio.AbstractEventLoop, round_of: RoundOf = lambda _member: None) -> None:
+        """`round_of` says which round a member was last heard to be in, None if that is not known."""
         self._links = links
         self._loop = loop
+        self._round_of = round_of
         self._round = -1
         self._rooms: dict[tuple[int, Stage], asyncio.Future[Exchange | None]] = {}
 
@@ -76,7 +83,7 @@ class Mixer:
         """Begin a stage of a round; None when the plan has nobody to mix with. From the training thread."""
         started = asyncio.run_coroutine_threadsafe(self._start(plan, quantity, addresses), self._loop)
         exchange = result_of(started, CLOSE_TIMEOUT_S)
-        return None if exchange is None else Mix(self._loop, exchange)
+        return None if exchange is None else Mix(self._loop, exchange, self._round_of)
 
     async def _start(self, plan: Plan, quantity: Quantity, addresses: Mapping[str, str]) -> Exchange | None:
         self._enter(quantity.round)
