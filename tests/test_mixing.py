@@ -267,3 +267,21 @@ def test_a_stream_of_another_run_is_declined(pair):
     answer = pair.network.call(knock(), 10)
     assert isinstance(answer, Decline)
     assert dropped(pair) == {"foreign_run": 1}
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_partner_rounds_away_is_not_waited_for_until_the_deadline(waiting):
+    with inprocess.team(inprocess.spec(**PAIRS, mixing__mix2__deadline=30.0), 2) as team:
+        peer = team.peers[waiting]
+        peer.mixer._round_of = {peer.id: 0, team.peers[1 - waiting].id: 4}.get
+        (report,) = team.run_round(0, [peer])
+        assert report.mix2.label == "failed"
+        assert report.waited_s < 15.0
+
+
+def test_a_partner_one_round_behind_is_waited_for(pair):
+    early = pair.peers[0]
+    early.mixer._round_of = {"a": 0, "b": -1}.get
+    (report,) = pair.run_round(0, [early])
+    assert report.mix2.label == "failed"
+    assert report.waited_s >= 5.9

@@ -24,12 +24,10 @@ from peer.plan import Plan
 from peer.transport import Accept, ChunkFrame, Decline, Done, Form, Open, Part, Stage, Stream, Transport
 
 T = TypeVar("T")
-RoundOf = Callable[[str], int | None]
 
 DIAL_TIMEOUT_S = 5.0
 DIAL_ATTEMPTS = 3
 REDIAL_WAIT_S = 2.0  # how long a broken stream may take to come back before its member is given up
-ASTRAY_AFTER_S = 2.0  # of waiting: by then what is known of others is fresh, however short the rounds
 LINGER_S = 10.0  # how long results may still flow to slower members after this peer has gone on
 
 logger = log.get(__name__)
@@ -137,18 +135,6 @@ class Exchange:
         last = self._last_frame_at.get(member)
         if last is None or self._now() - last > REDIAL_WAIT_S:
             self._give_up(member)
-
-    async def give_up_astray(self, round_of: RoundOf) -> None:
-        """Stop waiting for members more than a round away: they decline this round, and never dial for it.
-
-        A peer that stood still comes back rounds behind, alive as ever: it and its partner would wait in vain.
-        """
-        while not self.complete.is_set():
-            await asyncio.sleep(ASTRAY_AFTER_S)
-            for member in self.plan.parties:
-                round_ = round_of(member)
-                if member != self.links.me and round_ is not None and abs(round_ - self.round) > 1:
-                    self.lost(member)
 
     def _give_up(self, member: str) -> None:
         raise NotImplementedError

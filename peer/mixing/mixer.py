@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from peer import log
 from peer.errors import TransportError
 from peer.mixing.direct import Direct
-from peer.mixing.exchange import Exchange, Links, Outcome, RoundOf, decline
+from peer.mixing.exchange import Exchange, Links, Outcome, decline
 from peer.mixing.owned import Owned
 from peer.mixing.quantity import Quantity
 from peer.plan import Plan
@@ -24,6 +24,10 @@ from peer.waiting import result_of
 OPEN_TIMEOUT_S = 10.0
 EARLY_TIMEOUT_S = 600.0  # a bound on how long an early stream waits; its dialler gives up long before
 CLOSE_TIMEOUT_S = 60.0  # a bound on coding jobs in flight; past it something is broken and the error is raised
+
+ASTRAY_AFTER_S = 2.0  # of waiting: by then what is known of others is fresh, however short the rounds
+
+RoundOf = Callable[[str], int | None]
 
 logger = log.get(__name__)
 
@@ -50,7 +54,7 @@ class Mix:
         result_of(done, deadline_s + CLOSE_TIMEOUT_S)
 
     async def _until(self, deadline_s: float) -> None:
-        watch = asyncio.create_task(self._exchange.give_up_astray(self._round_of))
+        watch = asyncio.create_task(self._give_up_astray())
         try:
             # An owner stops waiting before those who wait for it do: its results still have to travel.
             for share_s, then in ((0.7 * deadline_s, self._exchange.settle), (0.3 * deadline_s, lambda: None)):
@@ -62,6 +66,19 @@ class Mix:
                     then()
         finally:
             watch.cancel()
+
+    async def _give_up_astray(self) -> None:
+        """Stop waiting for members more than a round away: they decline this round, and never dial for it.
+
+        A peer that stood still comes back rounds behind, alive as ever: it and its partner would wait in vain.
+        """
+        exchange = self._exchange
+        while not exchange.complete.is_set():
+            await asyncio.sleep(ASTRAY_AFTER_S)
+            for member in exchange.plan.parties:
+                round_ = self._round_of(member)
+                if member != exchange.links.me and round_ is not None and abs(round_ - exchange.round) > 1:
+                    exchange.lost(member)
 
     def close(self) -> Outcome:
         """End the exchange. After this returns nothing of it touches the vectors."""
