@@ -27,7 +27,7 @@ from peer.rpc_client import ask_admin
 
 T = TypeVar("T")
 
-LONG_S = 90.0  # more than anything here takes on a busy machine with two cores
+LONG_S = 150.0  # more than anything here takes on a busy machine with two cores
 LOOK_EVERY_S = 0.05
 
 SMALL_MODEL: Mapping[str, Any] = {

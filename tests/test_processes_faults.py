@@ -10,7 +10,7 @@ import processes
 import pytest
 from processes import Peer, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 FROZEN_S = 20.0
 STEPS = 30

@@ -18,22 +18,22 @@ from processes import until
 
 from peer.log import read_journal
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROUNDS = 3
-SETTINGS = {**processes.SMALL_MODEL, "round.steps": 40, "start.timeout": '"60s"'}
+SETTINGS = {**processes.SMALL_MODEL, "round.steps": 60, "start.timeout": '"60s"'}
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return processes.corpus(tmp_path_factory.mktemp("text") / "corpus")
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return processes.corpus(tmp_path / "corpus")
 
 
 @contextmanager
-def swarm(place: Path, corpus: Path, rounds: int) -> Iterator[subprocess.Popen[str]]:
+def swarm(place: Path, rounds: int, *more: str) -> Iterator[subprocess.Popen[str]]:
     """`peer swarm` of four in place/out. Its peers end with it, however it ends."""
-    settings = processes.words({**SETTINGS, "data.source": f'"{corpus}"'})
-    arguments = ["swarm", "--peers", "4", "--rounds", str(rounds), "--out", "out", "--json", *settings]
+    settings = processes.words(SETTINGS)
+    arguments = ["swarm", "--peers", "4", "--rounds", str(rounds), "--out", "out", "--json", *settings, *more]
     with (place / "swarm.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "peer", *arguments],
@@ -59,7 +59,7 @@ def conclude(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def test_a_swarm_of_four_mixes_in_full_and_its_export_is_the_model_it_reports(tmp_path: Path, corpus: Path) -> None:
-    with swarm(tmp_path, corpus, ROUNDS) as process:
+    with swarm(tmp_path, ROUNDS, "--set", f'data.source="{corpus}"') as process:
         summary = conclude(process)
 
     assert len(summary["peers"]) == 4
@@ -108,9 +108,9 @@ def _held_out_loss(model: Path, corpus: Path, cache: Path) -> float:
     return sum(losses) / len(losses)
 
 
-def test_a_fifth_peer_joins_with_one_address_and_ctrl_c_ends_all_in_order(tmp_path: Path, corpus: Path) -> None:
+def test_a_fifth_peer_joins_with_one_address_and_ctrl_c_ends_all_in_order(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with swarm(tmp_path, corpus, 1000) as process, processes.crew(tmp_path) as crew:
+    with swarm(tmp_path, 1000) as process, processes.crew(tmp_path) as crew:
 
         def at_round(round_: int) -> dict[str, Any] | None:
             assert process.poll() is None, (tmp_path / "swarm.log").read_text()
