@@ -137,6 +137,9 @@ def build(spec: RunSpec, tokenizer: Tokenizer | None = None) -> LanguageModel:
             module = _load_weights(auto, spec.model.path, config)
         else:
             module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        module.eval()
+        with torch.no_grad():  # sizes that do not fit each other show only when the model runs
+            module(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     layout = layout_of(spec, [(name, tuple(parameter.shape)) for name, parameter in named.items()])
     module.train()

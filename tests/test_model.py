@@ -229,3 +229,9 @@ def test_code_that_comes_with_a_folder_is_not_run(tmp_path):
     with pytest.raises(DataError):
         build(tiny(path=str(tmp_path), config={}))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_configuration_whose_sizes_do_not_fit_is_named_before_the_first_step():
+    config = {"num_attention_heads": 2, "num_key_value_heads": 4}
+    with pytest.raises(DataError, match="model llama cannot be used"):
+        build(RunSpec.of({"model": {"config": config}}))
