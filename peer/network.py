@@ -21,7 +21,7 @@ from peer.waiting import result_of
 
 T = TypeVar("T")
 
-CODERS = 1  # keeps up with 800 Mbit/s each way; a second one takes cores from training and holds chunks of its own
+CODERS = 1  # 200 Mbit/s each way on two busy cores; a second one takes cores from training and holds chunks of its own
 CODER_NICENESS = 10  # a trainer that wants the core gets it; when it waits, for Mix2, coders have the core anyway
 STOP_TIMEOUT_S = 5.0
 
