@@ -222,6 +222,8 @@ class Course:
             "l2": report.l2,
             "mix1": report.mix1.label if report.mix1 else None,
             "mix2": report.mix2.label if report.mix2 else None,
+            "mix1_s": round(report.mix1.seconds, 3) if report.mix1 else None,
+            "mix2_s": round(report.mix2.seconds, 3) if report.mix2 else None,
             "members_mixed": max(o.members if o else 1 for o in (report.mix1, report.mix2)),
             "steps": report.steps,
             "stall_s": round(report.waited_s, 3),

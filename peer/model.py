@@ -163,8 +163,10 @@ def layout_of(spec: RunSpec, named_shapes: Sequence[Shape]) -> Layout:
     if not size:
         raise DataError(f"{_name(spec.model)} has no parameters to train")
     stages = (spec.mixing.mix1, spec.mixing.mix2)
-    # Chunks are the same in both exchanges; the wider codec decides, so that no frame outgrows the spec's size.
+    # Chunks are the same in both exchanges. The widest codec decides, and 16 bit at least: that is what a chunk without
+    # a shared reference goes as, and what is held of it meanwhile (sums, copies, catch-up) is fp32.
     bits = max((codec.by_name(stage.codec).bits for stage in stages if stage.strategy != "none"), default=32.0)
+    bits = max(bits, 16.0)
     return Layout.of_shapes(named_shapes, chunk_elements(size, bits / 8, spec.mixing.chunk))
 
 

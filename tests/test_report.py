@@ -177,7 +177,7 @@ def test_a_place_that_cannot_be_written_is_a_usage_error(tmp_path, whole):
         report.write(tmp_path / "out", [whole], "diloco", 1.0)
 
 
-def test_held_out_marks_stand_at_the_end_of_their_round(whole):
+def test_held_out_marks_stand_where_they_were_measured_and_the_last_one_at_the_end(whole):
     from matplotlib.figure import Figure
 
     figure = Figure()
@@ -185,5 +185,5 @@ def test_held_out_marks_stand_at_the_end_of_their_round(whole):
 
     curve, marks, _ = figure.axes[0].lines
     assert list(curve.get_xdata()) == [0, 1, 2, 3, 4, 5]
-    assert list(marks.get_xdata()) == [1, 3, 5]
-    assert list(marks.get_ydata()) == pytest.approx([4.0, 3.9, 3.8])
+    assert list(marks.get_xdata()) == [0, 2, 4, 6]
+    assert list(marks.get_ydata()) == pytest.approx([4.0, 3.9, 3.8, 3.6])

@@ -292,9 +292,17 @@ class Owned(Exchange):
     async def _hurry(self) -> None:
         while not self.complete.is_set():
             for reduction in self._reductions.values():
-                reduction.overdue |= self._now() - reduction.opened_at > PATIENCE_S
+                reduction.overdue |= self._overdue(reduction)
             self._recheck()
             await asyncio.sleep(PATIENCE_S / 2)
+
+    def _overdue(self, reduction: Reduction) -> bool:
+        """Those still awaited have fallen silent, or hold the others up although they do send."""
+        now = self._now()
+        open_s = now - reduction.opened_at
+        awaited = self._others - reduction.got - self.gone
+        silent = all(now - self._last_frame_at.get(member, 0.0) > PATIENCE_S for member in awaited)
+        return open_s > 3 * PATIENCE_S or (open_s > PATIENCE_S and silent)
 
     def _check_complete(self) -> None:
         if self.complete.is_set() or not self._owned_done():
