@@ -26,7 +26,8 @@ from peer.mixing.quantity import tensor_hash
 from peer.outer import Vectors
 from peer.transport import StateChunk, StatePosition, StateRequest, Transport, Vector
 
-SILENCE_S = 10.0  # longest wait for the next item; a slow link may take as long as it needs in all
+SIGN_OF_LIFE_S = 1.0  # a donor that finds nothing to send says so this often
+SILENCE_S = 20.0  # longest wait for the next item; a slow link may take as long as it needs in all
 PASSES = 3
 TAKE_TRIES = 20
 TAKE_PAUSE_S = 0.25
@@ -110,6 +111,7 @@ class Donor:
             raise RefusedError("another model: names, shapes or chunks of the parameters differ")
         loop = asyncio.get_running_loop()
         yield self.position()
+        told_at = loop.time()
         for chunk in range(chunks):
             for vector in Vector:
                 at = 24 * chunk + 8 * (vector - 1)
@@ -118,6 +120,10 @@ class Donor:
                 if item is not None:
                     await self.pacer.take(len(item.payload))
                     yield item
+                    told_at = loop.time()
+                elif loop.time() - told_at > SIGN_OF_LIFE_S:
+                    yield self.position()
+                    told_at = loop.time()
         yield self.position()
 
 

@@ -248,12 +248,21 @@ class Daemon:
         logger.info("in the run", **info, round=course.round, parameters=course.shelf.layout.n_params)
         others = [member for member in known if member.id != course.me and member.round >= 0]
         behind = any(m.round > course.round or (m.round == course.round and not course.step) for m in others)
-        if behind and course.catch_up():
-            return
-        if behind and course.round == 0 and course.step == 0:
-            raise JoinError([(m.address, "did not give its state") for m in others if m.address])
-        course.swarm.publish(course.round, course.step)
-        course.swarm.take_part_from(course.round)
+        if not (behind and self._take_state(course, others)):
+            course.swarm.publish(course.round, course.step)
+            course.swarm.take_part_from(course.round)
+
+    def _take_state(self, course: Course, others: list[Member]) -> bool:
+        """Take the swarm's state; False where nobody gives it and ours is worth going on with. Raises JoinError."""
+        give_up_at = time.monotonic() + self.settings.network.join_timeout
+        while not course.catch_up():
+            if course.round > 0 or course.step > 0:
+                return False
+            if time.monotonic() > give_up_at:
+                raise JoinError([(member.address, "did not give its state") for member in others if member.address])
+            if self.stop.asked.wait(1.0):
+                raise Interrupted("asked to end")
+        return True
 
     # Telling.
 

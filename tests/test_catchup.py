@@ -152,3 +152,12 @@ def test_diloco_peers_that_fell_apart_agree_again_chunk_by_chunk_with_the_owners
         for name in ("z", "v"):
             assert torch.equal(getattr(a.shelf.vectors, name), getattr(c.shelf.vectors, name))
             assert torch.equal(getattr(b.shelf.vectors, name), getattr(c.shelf.vectors, name))
+
+
+def test_a_donor_with_nothing_to_send_still_gives_signs_of_life(team, monkeypatch):
+    monkeypatch.setattr("peer.catchup.SIGN_OF_LIFE_S", 0.0)
+    team.peers[0].others.publish(2, 0)
+    assert catch_up(team, "a") is not None
+    before = team.net.link("a", "c").sent
+    assert catch_up(team, "a").round == 2
+    assert team.net.link("a", "c").sent - before > 2

@@ -290,4 +290,4 @@ class OuterGradients(Quantity):
 
 def tensor_hash(values: torch.Tensor) -> bytes:
     """Return 8 bytes over the exact bits of a contiguous fp32 CPU tensor."""
-    return hashlib.blake2b(values.numpy().data, digest_size=8).digest()
+    return hashlib.sha256(values.numpy().data).digest()[:8]  # processors have instructions for it: 3 times blake2b
