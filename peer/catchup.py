@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from peer import log
-from peer.errors import FrameError, RefusedError, TransportError
+from peer.errors import Declined, FrameError, RefusedError, TransportError
 from peer.layout import Layout
 from peer.metrics import Metrics
 from peer.mixing import Pacer
@@ -29,6 +29,7 @@ from peer.transport import StateChunk, StatePosition, StateRequest, Transport, V
 SIGN_OF_LIFE_S = 1.0  # a donor that finds nothing to send says so this often
 SILENCE_S = 20.0  # longest wait for the next item; a slow link may take as long as it needs in all
 PASSES = 3
+MOST_FAILED = 5  # donors that break off or do not answer, one after another: made-up members never end
 TAKE_TRIES = 20
 TAKE_PAUSE_S = 0.25
 NOT_WANTED = b"\xff" * 8  # in place of a hash: do not send this one
@@ -142,11 +143,17 @@ class Asker:
 
         Chunks taken from a donor that then failed are kept: the next one is only asked for what differs from its own.
         """
+        failed = 0
         for address in donors:
             try:
                 return await self._from(address)
+            except Declined as error:  # busy; it answered at once, so ask on
+                logger.info("donor is busy", address=address, why=str(error))
             except (TransportError, FrameError, RefusedError) as error:
                 logger.warning("donor failed", address=address, why=str(error))
+                failed += 1
+                if failed == MOST_FAILED:
+                    break
         return None
 
     async def take(self, address: str, chunks: Collection[int], round_: int) -> bool:

@@ -21,7 +21,7 @@ from peer.config import RunSpec, Settings
 from peer.errors import CheckpointError
 from peer.home import Home
 from peer.log import Journal
-from peer.membership import Member, State, swarm_round
+from peer.membership import Member, State, roster, swarm_round
 from peer.metrics import Metrics
 from peer.rounds import RoundReport, Rounds
 from peer.trainer import Trainer
@@ -118,11 +118,11 @@ class Course:
         give_up_at = time.monotonic() + timeout_s
         told = 0
         while time.monotonic() < give_up_at and not self.stop.asked.is_set():
-            roster = self.swarm.roster(0)
-            if len(roster) >= wanted or any(m.round > 0 or m.step > 0 for m in roster if m.id != self.me):
+            present = self.swarm.roster(0)
+            if len(present) >= wanted or any(m.round > 0 or m.step > 0 for m in present if m.id != self.me):
                 return
-            if len(roster) != told:
-                told = len(roster)
+            if len(present) != told:
+                told = len(present)
                 logger.info("waiting for members", present=told, wanted=wanted, at_most_s=round(timeout_s))
             self.stop.asked.wait(0.1)
         if not self.stop.asked.is_set():
@@ -130,16 +130,22 @@ class Course:
 
     def catch_up(self) -> bool:
         """Take the state of a member that is further on, and its place in the round. False when none gives it."""
-        view = [m for m in self.swarm.view() if m.id != self.me and m.state is State.ALIVE and m.round >= self.round]
+        view = [m for m in self._believable() if m.id != self.me and m.state is State.ALIVE and m.round >= self.round]
         target = swarm_round(view, self.me)
         donors = [m.address for m in sorted(view, key=lambda m: (m.round != target, m.id)) if m.address]
         if not donors:
             return False
         started = time.monotonic()
+        before = list(self.shelf.rounds)
         position = self.swarm.catch_up(donors)
         taken_s = time.monotonic() - started
         self.metrics.stall("catchup", taken_s)
+        if position is not None and position.round > self.spec.round.count:
+            logger.warning("a member gave the state of a round that the run does not have", round=position.round)
+            position = None
         if position is None:
+            if not self.inside or self.shelf.rounds != before:  # z moved from under the parameters where chunks came
+                self._load_start()
             return False
         self.metrics.catchup(taken_s)
         self._load_start()
@@ -153,7 +159,7 @@ class Course:
 
     def _stay_with_swarm(self) -> None:
         """Catch up when rounds behind; begin late in the round when steps behind, so as to end it with the others."""
-        view = self.swarm.view()
+        view = self._believable()
         target = swarm_round(view, self.me)
         lag = 0 if target is None else max(0, target - self.round)
         self.metrics.round_lag(lag)
@@ -164,11 +170,15 @@ class Course:
         elif self.step == 0:
             self._agree()
             steps = self.spec.round.steps
-            others = [m for m in self.swarm.roster(self.round) if m.id != self.me]
+            others = [m for m in roster(view, self.round) if m.id != self.me]
             late = statistics.median_low([(m.round - self.round) * steps + m.step for m in others]) if others else 0
             if late > LATE_SHARE * steps:
                 self.step = min(late, int((1 - LATE_SHARE) * steps))
                 logger.info("beginning late in the round", round=self.round, step=self.step)
+
+    def _believable(self) -> list[Member]:
+        """Leave out whoever claims a round that the run does not have: a rumour must not send everybody after it."""
+        return [member for member in self.swarm.view() if member.round <= self.spec.round.count]
 
     def _agree(self) -> None:
         """Take over chunks that a degraded round of DiLoCo left unlike their owner's: nothing else makes them equal."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import inprocess
 import pytest
 import torch
 from inprocess import Peer, Team
 
-from peer.catchup import Shelf
+from peer.catchup import MOST_FAILED, Shelf
+from peer.course import Course
 from peer.errors import FrameError
+from peer.membership import Member
 from peer.transport import StateChunk, Vector
 
 
@@ -70,6 +74,54 @@ def test_without_a_donor_that_gives_it_whole_there_is_no_state(team, fault):
     for name, value in fault.items():
         setattr(link if name != "refuse" else team.net.link("c", "a"), name, value)
     assert catch_up(team, "a") is None
+
+
+def test_members_that_are_made_up_are_not_tried_for_ever(team):
+    team.peers[0].others.publish(2, 0)
+    tried = [f"nowhere{i}" for i in range(MOST_FAILED)]
+    assert catch_up(team, *tried[1:], "a") is not None
+    assert catch_up(team, *tried, "a") is None
+
+
+def course_among(team: Team, *members: Member):
+    """Return whom the newcomer asked for state, and its course: it sees these members and is given nothing whole."""
+    peer = newcomer(team)
+    asked: list[list[str]] = []
+
+    def give(donors: list[str]) -> None:
+        asked.append(donors)
+        peer.shelf.vectors.z.add_(1.0)  # part of the state came, then the donor broke off
+        peer.shelf.rounds[0] = 5
+
+    swarm = SimpleNamespace(view=lambda: members, catch_up=give, roster=lambda _: members)
+    return asked, Course(
+        peer.spec,
+        settings=None,
+        me=peer.id,
+        home=None,
+        trainer=peer.trainer,
+        shelf=peer.shelf,
+        rounds=None,
+        swarm=swarm,
+        metrics=peer.metrics,
+        stop=peer.stop,
+        losses=None,
+        journal=None,
+    )
+
+
+def test_nobody_follows_a_rumour_into_a_round_that_the_run_does_not_have(team):
+    far = [Member(f"far{i}", f"far{i}", round=2**62, from_round=0) for i in range(5)]
+    asked, course = course_among(team, Member("a", "a", from_round=0, round=0), *far)
+    course._stay_with_swarm()
+    assert (asked, course.round, course.step) == ([], 0, 0)
+
+
+def test_parameters_are_where_z_is_after_a_donor_broke_off(team):
+    asked, course = course_among(team, Member("a", "a", from_round=0, round=5))
+    course._stay_with_swarm()
+    assert asked == [["a"]]
+    assert torch.equal(newcomer(team).trainer.y, newcomer(team).shelf.vectors.z)
 
 
 def test_a_donor_that_goes_on_meanwhile_is_asked_again_for_what_changed(team):
