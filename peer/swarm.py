@@ -59,6 +59,15 @@ class Child:
             return None
         return answer if isinstance(answer, dict) else None
 
+    def rounds(self) -> int | None:
+        """Return how many rounds lie behind it, once it has ended and said so."""
+        try:
+            summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        rounds = summary.get("round") if isinstance(summary, dict) else None
+        return rounds if isinstance(rounds, int) else None
+
     def last_words(self) -> str:
         lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL:]
         return "\n".join(f"  {line}" for line in lines)

@@ -40,8 +40,9 @@ def swarm(
 ) -> None:
     """Start several real peers on this machine, show a live table, and leave a report.
 
-    The report folder holds summary.json, loss.png, consensus.png and a folder for each peer with its log, its
-    journals and its checkpoints. Ctrl-C ends all peers in order; a second one kills them.
+    The report folder holds summary.json, loss.png, consensus.png and a folder for
+    each peer with its log, its journals and its checkpoints. Ctrl-C ends all
+    peers in order; a second one kills them.
 
     Example: peer swarm --peers 4 --rounds 8 --set round.steps=20
     """
@@ -71,7 +72,7 @@ def swarm(
     if as_json:
         typer.echo(json.dumps(written.summary))
     else:
-        _conclude(written.summary, folder)
+        _conclude(written.summary, folder, [child.name for child in team.children])
     failed = [child for child in team.children if child.process.returncode != 0]
     for child in failed:
         typer.echo(f"{child.name} ended with {child.process.returncode}:\n{child.last_words()}", err=True)
@@ -159,15 +160,22 @@ def _ask_all(team: Swarm, latest: dict[str, dict[str, Any]]) -> None:
 
 
 COLUMNS = ("round", "loss", "held out", "tokens/s", "utilisation", "mix1", "mix2", "JS", "members")
+HEADERS = {"held out": "held\nout", "tokens/s": "tokens\n/s", "utilisation": "utili-\nsation"}
 
 
 def _table(latest: dict[str, dict[str, Any]], team: Swarm, rounds: int) -> Table:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table("peer", *COLUMNS, caption="mixes: full/degraded/failed")
+    # Nothing but a space between columns and headers of two lines keep the table within 80 columns.
+    table = Table(box=SIMPLE_HEAD, padding=0, caption="mix1, mix2: full/degraded/failed")
+    for header in ("peer", *COLUMNS):
+        table.add_column(HEADERS.get(header, header), no_wrap=True)
     for child in team.children:
         status = latest.get(child.name)
         ended = child.process.poll() is not None
+        if status and ended and (behind := child.rounds()) is not None:
+            status = {**status, "round": behind}
         cells = [cell.split(" ", 1)[-1] for cell in _cells(status, rounds)] if status else ["starting"]
         table.add_row(f"{child.name}{' (ended)' if ended else ''}", *cells)
     return table
@@ -192,16 +200,22 @@ def _cells(status: dict[str, Any], rounds: int) -> list[str]:
     return [f"{name.replace(' ', '-')} {value}" for name, value in zip(COLUMNS, values, strict=True)]
 
 
-def _conclude(summary: dict[str, Any], folder: Path) -> None:
-    for peer in summary["peers"]:
+def _conclude(summary: dict[str, Any], folder: Path, names: list[str]) -> None:
+    for name, peer in zip(names, summary["peers"], strict=True):
         fell = f"loss {_number(peer['loss_first'], 3)} -> {_number(peer['loss_last'], 3)}"
-        mixes = ", ".join(f"{stage} {peer[stage]['full']} full" for stage in ("mix1", "mix2"))
+        mixes = ", ".join(f"{stage} {_outcomes(peer[stage])}" for stage in ("mix1", "mix2"))
         typer.echo(
-            f"{peer['id']}: {peer['rounds']} rounds, {fell}, {mixes}, utilisation {_number(peer['utilization'], 2)}"
+            f"{name} ({peer['id']}): {peer['rounds']} rounds, {fell}, {mixes}, "
+            f"utilisation {_number(peer['utilization'], 2)}"
         )
     typer.echo(f"held-out loss of the mixed model: {_number(summary.get('eval_loss_last'), 4)}")
-    typer.echo(f"JS distance between peers at the end: {_number(summary['js_distance_last'], 4)}")
+    typer.echo(f"JS distance between peers as the last round began: {_number(summary['js_distance_last'], 4)}")
     typer.echo(f"report: {folder}/summary.json, loss.png, consensus.png")
+
+
+def _outcomes(counts: dict[str, int]) -> str:
+    """Return "8 full", or "6 full 2 degraded": what did not happen goes without saying."""
+    return " ".join(f"{count} {name}" for name, count in counts.items() if count or name == "full")
 
 
 def _number(value: float | None, digits: int) -> str:
