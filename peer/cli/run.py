@@ -36,8 +36,9 @@ def run(
 ) -> None:
     """Train until the run ends, alone or with the members of a swarm.
 
-    The first Ctrl-C (or SIGTERM) ends in order: the step is finished, the state saved, the members told; a second one
-    ends at once with 130. Started again with the same folder, the peer goes on where it was.
+    The first Ctrl-C (or SIGTERM) ends in order: the step is finished, the state
+    saved, the members told; a second one ends at once with 130. Started again
+    with the same folder, the peer goes on where it was.
 
     Example: peer run --bootstrap 192.0.2.7:7400 --data-dir ~/peer-data
     """
