@@ -40,9 +40,10 @@ async def join(transport: Transport, addresses: Sequence[str], request: JoinRequ
                 logger.info("refused", address=address, why=error.reason)
                 refusal = refusal or error
             except TransportError as error:
-                if wrong.get(address) != str(error):
-                    logger.info("bootstrap does not answer", address=address, why=str(error))
-                wrong[address] = str(error)
+                why = str(error).removeprefix(f"{address}: ")
+                if wrong.get(address) != why:
+                    logger.info("bootstrap does not answer", address=address, why=why)
+                wrong[address] = why
         if refusal is not None:
             raise refusal
         left_s = give_up_at - loop.time()
