@@ -17,6 +17,7 @@ setup: $(READY) ## Make the environment in .venv
 
 # torch by its exact version first: a range may fetch a CUDA build of several GB where a CPU wheel of that version is near
 $(READY): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): a few minutes, most of them downloads without a word"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt "$(TORCH)"
 	$(PIP) install -c constraints.txt -e '.[dev,report]'
