@@ -65,7 +65,10 @@ class Home:
     def close(self) -> None:
         """Give the folder back. Idempotent."""
         if self._lock >= 0:
-            (self.path / _ADMIN).unlink(missing_ok=True)
+            try:
+                (self.path / _ADMIN).unlink(missing_ok=True)
+            except OSError as error:  # a disk that turned read-only is no reason to end in error
+                logger.warning("admin address not removed", why=str(error))
             os.close(self._lock)
             self._lock = -1
 
