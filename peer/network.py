@@ -116,7 +116,7 @@ def _keep_freed_memory() -> None:
     """
     m_trim_threshold, m_mmap_threshold, m_arena_max = -1, -3, -8
     _glibc("mallopt", m_mmap_threshold, 32 << 20)
-    _glibc("mallopt", m_trim_threshold, 64 << 20)
+    _glibc("mallopt", m_trim_threshold, 16 << 20)  # more of it would count against the memory a peer may take
     _glibc("mallopt", m_arena_max, 1)
 
 

@@ -21,8 +21,8 @@ from peer.mixing.quantity import NO_REFERENCE, Quantity
 from peer.plan import Plan
 from peer.transport import Accept, ChunkFrame, Done, Form, Open, Part, Stream
 
-OPEN_CHUNKS = 4  # running sums held at a time
-WAITING_RESULTS = 4  # results queued for one member before it counts as slow
+OPEN_CHUNKS = 3  # running sums held at a time
+WAITING_RESULTS = 3  # results queued for one member before it counts as slow
 PATIENCE_S = 1.0  # after settling: how long an open chunk may wait for one more contribution
 
 Result = tuple[int, Form, codecs.Codec, bytes, int]  # chunk, form, codec, payload, contributors
