@@ -107,6 +107,7 @@ class Course:
             self._finish()
         if not self.saved:
             self.save()
+        logger.info("ended", round=self.round, step=self.step, saved=self.saved, folder=str(self.home.path))
 
     # Staying with the swarm.
 

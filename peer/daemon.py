@@ -7,7 +7,6 @@ a restarted peer has its own in the checkpoint, and only a peer that starts a ru
 
 from __future__ import annotations
 
-import base64
 import concurrent.futures
 import contextlib
 import json
@@ -20,22 +19,21 @@ from typing import Any
 
 import torch
 
-from peer import __version__, checkpoint, log, model, status, trainer, wire
+from peer import __version__, checkpoint, log, status, wire
 from peer.agreement import Agreement
 from peer.catchup import Asker, Donor, Shelf
-from peer.config import Config, RunSpec, Settings, differing, parse_address, spec_fields_set
+from peer.config import Config, RunSpec, differing, parse_address, spec_fields_set
 from peer.course import Course
-from peer.data import load_corpus
 from peer.errors import CheckpointError, JoinError, PeerError, UsageError
 from peer.home import Home, open_home
 from peer.joining import check_paths, join
+from peer.learner import begin_training, first_vectors
 from peer.log import Journal
 from peer.membership import Change, Member, Membership, State
 from peer.metrics import Metrics
 from peer.mixing import Links, Mixer, Pacer
 from peer.neighbours import Interrupted, Neighbours, wait_unless_asked
 from peer.network import Network
-from peer.outer import Vectors
 from peer.probe import Probe
 from peer.rounds import Rounds
 from peer.rpc_client import GrpcTransport
@@ -245,12 +243,12 @@ class Daemon:
         self._ends.callback(running.cancel)
         info = {"id": course.me, "run": spec.name, "fingerprint": spec.fingerprint[:16]}
         self.metrics.info(**info, version=__version__, preset=spec.mixing.preset, address=self._address)
-        logger.info("in the run", **info, round=course.round, parameters=course.shelf.layout.n_params)
         others = [member for member in known if member.id != course.me and member.round >= 0]
         behind = any(m.round > course.round or (m.round == course.round and not course.step) for m in others)
         if not (behind and self._take_state(course, others)):
             course.swarm.publish(course.round, course.step)
             course.swarm.take_part_from(course.round)
+        logger.info("in the run", **info, round=course.round, parameters=course.shelf.layout.n_params)
 
     def _take_state(self, course: Course, others: list[Member]) -> bool:
         """Take the swarm's state; False where nobody gives it and ours is worth going on with. Raises JoinError."""
@@ -259,7 +257,8 @@ class Daemon:
             if course.round > 0 or course.step > 0:
                 return False
             if time.monotonic() > give_up_at:
-                raise JoinError([(member.address, "did not give its state") for member in others if member.address])
+                silent = [(member.address, "did not give it whole") for member in others if member.address]
+                raise JoinError(silent, "no member gave its state")
             if self.stop.asked.wait(1.0):
                 raise Interrupted("asked to end")
         return True
@@ -291,21 +290,6 @@ class Daemon:
             self._network.call(work(), GOODBYE_S)
 
 
-def begin_training(spec: RunSpec, settings: Settings, home: Home, starts: bool) -> tuple[RunSpec, Trainer]:
-    """Build the trainer. The peer that starts the run completes the spec: the tokenizer's digest, the probe tokens."""
-    tokenizer = model.load_tokenizer(spec.tokenizer)
-    if starts:
-        spec = spec.replaced(tokenizer__digest=tokenizer.digest)
-    if settings.trainer.kind == "emulated":
-        return spec, trainer.EmulatedTrainer(spec, settings, model.shapes(spec, tokenizer), home.id)
-    cache = Path(settings.storage.cache) if settings.storage.cache else home.cache
-    corpus = load_corpus(spec.data, tokenizer, spec.model.context, cache)
-    if starts and not spec.probe.ids:
-        ids = corpus.heldout.probe_ids(spec.probe.tokens).numpy().astype("<i4").tobytes()
-        spec = spec.replaced(probe__ids=base64.b64encode(ids).decode())
-    return spec, trainer.ModelTrainer(spec, settings, model.build(spec, tokenizer), corpus, home.id)
-
-
 def check_space(home: Home, n_params: int, keep: int) -> None:
     """Raise UsageError now rather than fail at the first save, hours later."""
     try:
@@ -317,14 +301,6 @@ def check_space(home: Home, n_params: int, keep: int) -> None:
 def spec_of(snapshot: checkpoint.Snapshot) -> RunSpec:
     """Return the run spec a checkpoint was made under."""
     return RunSpec.from_json(str(snapshot.meta["spec"]))
-
-
-def first_vectors(learner: Trainer) -> Vectors:
-    """Return z, v and x of a peer that has trained nothing yet."""
-    size = learner.layout.n_params
-    z = torch.empty(size)
-    learner.read(0, size, z)
-    return Vectors(z, torch.zeros(size), z.clone())
 
 
 def where(neighbours: Neighbours) -> StatePosition:

@@ -56,10 +56,10 @@ class JoinError(PeerError):
 
     exit_code = 3
 
-    def __init__(self, attempts: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, attempts: Sequence[tuple[str, str]], problem: str = "no bootstrap address answered") -> None:
         self.attempts = tuple(attempts)
         lines = "".join(f"\n  {address}: {reason}" for address, reason in self.attempts)
-        super().__init__(f"no bootstrap address answered:{lines}")
+        super().__init__(f"{problem}:{lines}")
 
 
 class RefusedError(PeerError):

@@ -23,6 +23,8 @@ from peer.errors import CheckpointError, UsageError
 MARK = "peer_export.json"  # by it a folder is known as one that an export may replace
 UNMOVABLE = (errno.EBUSY, errno.EXDEV, errno.EINVAL, errno.EACCES)  # a mount point, for one; it is filled file by file
 
+ATTEMPTS = 5
+
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -55,8 +57,7 @@ def export(place: Path, out: Path, force: bool = False) -> Exported:
     """
     place, out = place.resolve(), out.resolve()
     _check_target(place, out, force)
-    found = checkpoint.find(place)
-    exported, language_model, weights = _rebuild(found, out)
+    exported, language_model, weights = _rebuild_newest(place, out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         beside = out.parent if os.access(out.parent, os.W_OK) else out
@@ -80,6 +81,17 @@ def _check_target(place: Path, out: Path, force: bool) -> None:
         raise UsageError(f"{out} and the checkpoint {place} lie one inside the other; choose another folder")
     if out.is_dir() and any(out.iterdir()) and not (out / MARK).is_file() and not force:
         raise UsageError(f"{out} is not empty and no earlier export; choose another folder, or --force to replace it")
+
+
+def _rebuild_newest(place: Path, out: Path) -> tuple[Exported, model.LanguageModel, torch.Tensor]:
+    """Rebuild from the newest checkpoint. A peer that runs may retire it meanwhile; then there is a newer one."""
+    for _ in range(ATTEMPTS):
+        found = checkpoint.find(place)
+        try:
+            return _rebuild(found, out)
+        except FileNotFoundError:
+            continue
+    raise CheckpointError(f"{place} is saved to faster than it can be read; keep more with checkpoint.keep")
 
 
 def _rebuild(found: checkpoint.Found, out: Path) -> tuple[Exported, model.LanguageModel, torch.Tensor]:

@@ -30,6 +30,7 @@ ORDER = (
     "model",
     "data",
     "trainer",
+    "learner",
     "tensorfile",
     "checkpoint",
     "export",

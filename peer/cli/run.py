@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from peer import log
 from peer.cli.options import ConfigFile, Overrides
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ def run(
 
     Example: peer run --bootstrap 192.0.2.7:7400 --data-dir ~/peer-data
     """
-    from peer import log
     from peer.config import load
 
     flags = {
@@ -72,6 +72,8 @@ def _end_on_signals(stop: Stop | None) -> None:
             os._exit(0)
         if stop.asked.is_set() and number == signal.SIGINT:
             os._exit(130)
+        if not stop.asked.is_set():
+            log.get(__name__).info("asked to end: finishing the step, saving, telling the others")
         stop.ask()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
