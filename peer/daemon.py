@@ -194,6 +194,7 @@ class Daemon:
                 membership,
                 agreement,
                 Asker(spec.key, shelf, transport, network.coding, metrics),
+                spec.round.count,
             )
 
             def on_changes(changes: list[Change]) -> None:

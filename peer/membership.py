@@ -17,6 +17,7 @@ from enum import IntEnum
 _LONGEST_ID = 128
 _LONGEST_ADDRESS = 300
 _LARGEST = 2**63 - 1  # what an int64 on the wire holds
+_NEWCOMERS_PATIENCE = 12  # times longer a newcomer may be silent: it reads its text and builds its model first
 _DEAD_SHARE = 0.1  # of the rounds in which a dead member is tried too, so that a healed partition is noticed
 _OWN_FIELDS = frozenset({"address", "round", "step", "from_round", "upload_bps"})
 
@@ -188,8 +189,8 @@ class Membership:
         it directly: otherwise the member would be suspected and cleared for ever.
         """
         record = self._records.get(id_)
-        if record is None or record.member.state is not State.ALIVE or record.link_doubted:
-            return []
+        if record is None or record.member.state is not State.ALIVE or record.link_doubted or record.member.round < 0:
+            return []  # a newcomer listens before it answers
         record.link_doubted = True
         return [self._set_state(record, State.SUSPECT, now_s)]
 
@@ -198,6 +199,8 @@ class Membership:
         changes = []
         for id_, record in list(self._records.items()):
             silent_s = now_s - record.heard_s
+            if record.member.round < 0:
+                silent_s /= _NEWCOMERS_PATIENCE
             if record.ended:
                 age_s = now_s - record.ended_s
                 # Hidden for as long again: peers forget at slightly different times and must not teach each other back.

@@ -51,13 +51,14 @@ class Neighbours:
     membership: Membership
     agreement: Agreement
     asker: Asker
+    last_round: int  # of the run: who claims to be past it is made up, and is planned with by nobody
     position: tuple[int, int] = (-1, 0)  # round and step of this peer
 
     def view(self) -> tuple[Member, ...]:
         return self.network.ask(self.membership.view)
 
     def roster(self, round_: int) -> tuple[Member, ...]:
-        return roster(self.view(), round_)
+        return roster((member for member in self.view() if member.round <= self.last_round), round_)
 
     def publish(self, round_: int, step: int) -> None:
         self.position = (round_, step)

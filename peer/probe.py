@@ -59,7 +59,7 @@ class Probe:
         metrics: Metrics,
         *,
         bootstrap: Sequence[str] = (),
-        position: Callable[[], tuple[int, int]] = lambda: (-1, 0),
+        position: Callable[[], tuple[int, int]] = lambda: (0, 0),
         on_changes: Callable[[list[Change]], None] = lambda _: None,
         interval_s: float = 0.5,
         timeout_s: float = 2.0,

@@ -445,7 +445,7 @@ def test_an_answer_from_a_foreign_run_is_not_merged():
 
     async def scene() -> None:
         peer = Swarm().add("a", transport=cast("Transport", Foreign()))
-        peer.probe.learn([Member("b", "b:1")])
+        peer.probe.learn([Member("b", "b:1", round=0)])
         await peer.probe.round_once()
         assert peer.states() == {"a": ALIVE, "b": SUSPECT}
 
@@ -458,7 +458,7 @@ def test_silence_in_a_call_is_no_evidence_but_a_refusal_is():
         a = swarm.add("a", timeout_s=0.01)
         swarm.net.link("a:1", "late:1").unreachable = True
         swarm.net.link("a:1", "gone:1").refuse = True
-        a.probe.learn([Member("late", "late:1"), Member("gone", "gone:1")])
+        a.probe.learn([Member("late", "late:1", round=0), Member("gone", "gone:1", round=0)])
         await a.probe.round_once()
         assert a.states() == {"a": ALIVE, "late": ALIVE, "gone": SUSPECT}
 

@@ -34,6 +34,7 @@ KEEPALIVE: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 20_000),  # of pings gRPC sends for itself, and keepalive waits for: 60 s otherwise
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: frames are coded already, and unpacking a bomb costs
 )
 _RETRY_ONCE = {  # only what the server has not begun to answer: the first call after its restart
     "methodConfig": [
