@@ -21,7 +21,7 @@ from peer.log import read_journal
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROUNDS = 3
-SETTINGS = {**processes.SMALL_MODEL, "round.steps": 60, "start.timeout": '"60s"'}
+SETTINGS = {**processes.SMALL_MODEL, "round.steps": 100, "start.timeout": '"60s"'}
 
 
 @pytest.fixture
